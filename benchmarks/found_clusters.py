@@ -1,25 +1,32 @@
-"""The hybrid search beside strategies ``layer`` and ``feature``, over six clusters: simulated steps, gap, seconds.
+"""The hybrid search beside configurations by hand and strategies ``layer`` and ``feature``, over six clusters.
 
     python -m benchmarks.found_clusters [--models llama-8b] [--clusters unlike-32] [--limit 60] [--json rows.json]
 
-Ends with 1 if a hybrid plan is slower than another strategy's. Models are traced in float16, which all devices know.
+Simulated steps, the certificate's gap, seconds of planning. By hand: the fastest of at most four ``fix`` lines that fit the
+cluster (``hand_lines``). Ends with 1 if a hybrid plan is slower than any other. Models are traced in float16, which all
+devices know.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import sys
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
+from functools import cache
 from pathlib import Path
+from typing import TypeAlias
 
 import torch
+from torch.utils import _pytree as pytree
 
+from benchmarks.hand_lines import hand_lines
 from cost_models.cluster import ClusterSpec
 from cost_models.errors import PartitionerError
-from partitioner import Plan, partition
+from partitioner import Plan, Workload, partition
 from partitioner.models.as_graph import as_graph
 from partitioner.models.load import load_workload
 from passes.graph.graph import OpGraph
@@ -42,17 +49,48 @@ CLUSTERS: Mapping[str, Callable[[], ClusterSpec]] = {
     "unlike-6": lambda: ClusterSpec.load(CLUSTERS_FOLDER / "four-unlike-machines.yaml"),
     "h100-1024": lambda: ClusterSpec.parse("dgx-h100:128"),
 }
-MODELS: Mapping[str, tuple[int, int]] = {
-    "gpt2": (1024, 64),
-    "llama-8b": (4096, 256),
-    "llama-70b": (4096, 1024),
+
+
+@dataclass(frozen=True)
+class Model:
+    """``batch``: samples of a step."""
+
+    source: str
+    batch: int
+    settings: Mapping[str, str] = field(default_factory=dict)
+
+
+MODELS: Mapping[str, Model] = {
+    "gpt2": Model("gpt2", 64, {"seq": "1024"}),
+    "t5": Model("t5", 256, {"seq": "512"}),
+    "vit": Model("vit", 1024),
+    "unet": Model("examples.unet:unet", 128, {"channels": "64", "size": "512"}),
+    "llama-8b": Model("llama-8b", 256, {"seq": "4096"}),
+    "mixtral": Model("mixtral", 256, {"seq": "4096"}),
+    "llama-70b": Model("llama-70b", 1024, {"seq": "4096"}),
 }
-"""Tokens of a sample, and samples of a step."""
+"""All that ship in unlike structures, at the sizes that were published, the U-Net at its paper's; tokens, images, samples
+such that 1,024 devices have work, except for GPT-2."""
+SEARCHED = ("hybrid", "layer", "feature")
+Cell: TypeAlias = dict[str, object]
+
+
+@cache
+def traced(model: str) -> OpGraph:
+    """Trace a model in float16. It is not compared with the model's own steps: half precision takes minutes on a CPU."""
+    own = MODELS[model]
+    if ":" not in own.source:
+        return as_graph(load_workload(own.source, settings={**own.settings, "dtype": "float16"}), check="off")
+    workload = load_workload(own.source, settings=own.settings)
+    half = pytree.tree_map_only(
+        torch.Tensor, lambda t: t.half() if t.is_floating_point() else t, workload.example_inputs
+    )
+    return as_graph(Workload(workload.model.half(), half, workload.loss_fn, workload.name), check="off")
 
 
 def planned(
-    graph: OpGraph, cluster: ClusterSpec, strategy: str, batch: int, limit: float
-) -> dict[str, object]:
+    graph: OpGraph, cluster: ClusterSpec, strategy: str, batch: int, limit: float, fix: str | None = None
+) -> Cell:
     """Plan by one strategy; the reason where there is no plan."""
     started = time.perf_counter()
     try:
@@ -60,6 +98,7 @@ def planned(
             graph,
             cluster,
             strategy=strategy,
+            fix=fix,
             batch_size=batch,
             precision=replace(graph.precision, loss_scale="dynamic", master=torch.float32),
             time_limit_seconds=limit,
@@ -71,7 +110,7 @@ def planned(
         "gap": plan.certificate.gap,
         "plan": words(plan),
         "seconds": time.perf_counter() - started,
-    }
+    }  # fmt: skip
 
 
 def words(plan: Plan) -> str:
@@ -80,50 +119,66 @@ def words(plan: Plan) -> str:
     return line.removeprefix("plan").strip()
 
 
-def row(model: str, cluster: str, limit: float) -> dict[str, object]:
-    """Plan a model on a cluster by all three."""
-    seq, batch = MODELS[model]
-    graph = as_graph(load_workload(model, settings={}, seq=seq, dtype="float16"))
-    found: dict[str, object] = {"model": model, "cluster": cluster, "batch": batch}
-    spec = CLUSTERS[cluster]()
-    for strategy in ("hybrid", "layer", "feature"):
+def row(model: str, cluster: str, limit: float) -> Cell:
+    """Plan a model on a cluster by the search, by other strategies, and by hand."""
+    graph, batch, spec = traced(model), MODELS[model].batch, CLUSTERS[cluster]()
+    found: Cell = {"model": model, "cluster": cluster, "batch": batch}
+    for strategy in SEARCHED:
         found[strategy] = planned(graph, spec, strategy, batch, limit)
+    parameters = sum(math.prod(each.shape) for each in graph.parameters.values())
+    lines = hand_lines(spec, batch, parameters)
+    found["hand"] = {fix: planned(graph, spec, "hybrid", batch, limit, fix) for fix in lines}
     return found
 
 
-def line(found: dict[str, object]) -> str:
+def step_of(cell: object) -> float:
+    """Return the step of a plan; infinite where there is none."""
+    assert isinstance(cell, dict)
+    return float(cell.get("step_seconds", math.inf))
+
+
+def by_hand(found: Cell) -> tuple[str, float]:
+    """Return the fastest line by hand, and its step."""
+    hand = found["hand"]
+    assert isinstance(hand, dict)
+    steps = {fix: step_of(cell) for fix, cell in hand.items()}
+    return min(steps.items(), key=lambda own: own[1], default=("", math.inf))
+
+
+def line(found: Cell) -> str:
     """Write a row of the table in ``docs/06g-hybrid.md``."""
-    cells = [str(found["model"]), str(found["cluster"]), str(found["batch"])]
-    hybrid = found["hybrid"]
+    hybrid, (fix, hand) = found["hybrid"], by_hand(found)
     assert isinstance(hybrid, dict)
-    for strategy in ("hybrid", "layer", "feature"):
-        own = found[strategy]
-        assert isinstance(own, dict)
-        cells.append(f"{own['step_seconds']:.3g} s" if "step_seconds" in own else "does not fit")
+    cells = [str(found[name]) for name in ("model", "cluster", "batch")]
+    cells += [_seconds(step_of(hybrid)), f"{_seconds(hand)}: `{fix}`" if hand < math.inf else "none fits"]
+    cells += [f"{hand / step_of(hybrid):.2f}x" if max(hand, step_of(hybrid)) < math.inf else ""]
+    cells += [_seconds(step_of(found[strategy])) for strategy in SEARCHED[1:]]
     if "step_seconds" in hybrid:
         cells += [f"{hybrid['gap']:.1%}", str(hybrid["plan"]), f"{hybrid['seconds']:.0f}"]
     return f"| {' | '.join(cells)} |"
 
 
-def slower(found: dict[str, object]) -> bool:
-    """Tell whether another strategy has the faster plan."""
-    steps = {}
-    for strategy in ("hybrid", "layer", "feature"):
-        own = found[strategy]
-        assert isinstance(own, dict)
-        steps[strategy] = own.get("step_seconds", float("inf"))
-    return bool(steps["hybrid"] > min(steps.values()) * (1 + 1e-9))
+def _seconds(step: float) -> str:
+    return f"{step:.3g} s" if step < math.inf else "does not fit"
+
+
+def slower(found: Cell) -> bool:
+    """Tell whether another strategy, or a line by hand, has the faster plan."""
+    others = [*(step_of(found[strategy]) for strategy in SEARCHED[1:]), by_hand(found)[1]]
+    return step_of(found["hybrid"]) > min(others) * (1 + 1e-9)
 
 
 def main() -> int:
     """Print the table, row by row."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--models", default=",".join(MODELS))
     parser.add_argument("--clusters", default=",".join(CLUSTERS))
     parser.add_argument("--limit", type=float, default=60.0, help="seconds for each search")
     parser.add_argument("--json", type=Path, help="append a line of JSON per row")
     given = parser.parse_args()
-    head = "model | cluster | batch | hybrid | layer | feature | gap | plan | planning, s"
+    head = "model | cluster | batch | hybrid | by hand | hand / hybrid | layer | feature | gap | plan | planning, s"
     print(f"| {head} |\n|" + "---|" * (head.count("|") + 1))
     worse = 0
     for model in given.models.split(","):

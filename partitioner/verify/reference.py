@@ -13,7 +13,7 @@ Samples and weights of micro-batches are written out here once more: an engine t
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from typing import Any
 
 import torch
@@ -139,9 +139,18 @@ def _pieces(
 
 
 def counted_means(
-    reference: Workload, batch: Any, leaves: Mapping[str, Tensor], graph: OpGraph, sizes: tuple[int, ...]
+    reference: Workload,
+    batch: Any,
+    leaves: Mapping[str, Tensor],
+    graph: OpGraph,
+    sizes: tuple[int, ...],
+    *,
+    double: bool = True,
 ) -> WholeBatchMeans:
-    """Run all micro-batches on another copy of the model first, to count the labels of each cross-entropy."""
+    """Run all micro-batches on another copy of the model first, to count the labels of each cross-entropy.
+
+    ``double``: the model is in float64, whatever it asks for.
+    """
     assert graph.token_counts is not None
     if any(normalizer.ignore_index is None for normalizer in graph.token_counts.normalizers):
         raise UsageError(
@@ -152,7 +161,9 @@ def counted_means(
     reference = reference.copied()
     model = reference.model.train()
     mode = WholeBatchMeans([size / sum(sizes) for size in sizes])
-    with DropoutOff(), Float64(), float64_by_default(), torch.no_grad():
+    with ExitStack() as stack:
+        for world in (DropoutOff(), torch.no_grad(), *((Float64(), float64_by_default()) if double else ())):
+            stack.enter_context(world)
         for index, piece in enumerate(_pieces(batch, leaves, graph, sizes, model)):
             mode.start(index)
             with mode:

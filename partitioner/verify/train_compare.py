@@ -10,8 +10,8 @@ In float64, with d the difference of two tensors and ‖·‖ the 2-norm, these 
 
 In the plan's own types both worlds round. Two computations that round in the same types and add in other orders are
 equally far from float64 in the mean, so the ranks may be ``ORDERS`` times as far from it as the plain loop in these types
-is, which is measured; and at least u times the size of what is compared, u being the spacing of the types' numbers at 1: a
-single number of the plain loop may be right by chance.
+is, which is measured; and at least u times the size of what is compared, u being the spacing of the types' numbers at 1. A
+single number of the plain loop may be right by chance: of losses and norms, the step in which it is furthest off counts.
 """
 
 from __future__ import annotations
@@ -56,7 +56,8 @@ class Expected:
         size = max(abs(value), 1.0)
         if self.own is None:
             return value, TOLERANCE * size
-        return value, max(ORDERS * abs(of(self.own[step - 1]) - value), self.spacing * size)
+        errors = [abs(of(own) - of(plain)) for own, plain in zip(self.own, self.steps, strict=True)]
+        return value, max(ORDERS * max(errors), self.spacing * size)
 
     def tensor(self, kind: str, name: str, key: str, step: int) -> tuple[Tensor, Tensor | None] | None:
         """Return a tensor after ``step``, and the plain loop's in the plan's own types; None if it has none."""

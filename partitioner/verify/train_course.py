@@ -189,7 +189,7 @@ class Course:
                 sizes, weights = (len(indices),), [1.0]
             elif graph.loss_reduction == "token_mean":
                 batch = rebuilt(workload.example_inputs, whole, model)
-                counted = counted_means(workload, batch, whole, graph, sizes)
+                counted = counted_means(workload, batch, whole, graph, sizes, double=double)
         pieces, start = [], 0
         for number, (size, weight) in enumerate(zip(sizes, weights, strict=True)):
             leaves = {}

@@ -18,12 +18,23 @@ SHOWN = [
     ("gpt2", "2 groups, tensor 2, interleaved × 2, 4 × 6 samples: dear memory"),
     ("t5", "2 groups, 2 replicas, interleaved × 2, 4 × 6 samples: half computed again"),
     ("unet", "1 group, 2 replicas, tensor 2, 1f1b, 4 × 6 samples: cheap memory"),
+    # both groups read the same leaf, one of them its own samples
+    (
+        "lstm_seq2seq",
+        "2 + 2 (0, 1) first, 1 group, 2 replicas + 1 group, tensor 2, 1f1b, 4 × 6 samples: half computed again",
+    ),
 ]
 OTHERS = [
     ("mixtral", "2 groups, 2 replicas, interleaved × 2, 4 × 6 samples: cheap memory"),
     ("resnet50", "2 groups, tensor 2, 1f1b, 4 × 6 samples: cheap memory"),
     ("llama-8b", "4 groups, 1f1b, 4 × 6 samples: computed again"),
     ("vit", "1 group, tensor 4, 1f1b, 4 × 6 samples: dear memory"),
+    (
+        "bert",
+        "1 + 3 (1, 2, 3) first, 1 group, tensor 3 + 1 group, interleaved × 2, 4 × 6 samples: dear memory",
+    ),
+    ("gpt2", "2 + 2 (0, 1, 2, 3) first, 1 group, 2 replicas, tensor 2, 1f1b, 4 × 6 samples: dear memory"),
+    ("gpt2", "2 + 1 + 1 found, short of memory"),
 ]
 
 

@@ -62,6 +62,7 @@ def decoded(
         tuple(pieces.blocks[s.first + at] for at, step in enumerate(s.steps) if step.again) for s in stages
     )
     shared = {number: _sharded(pieces, s) for number, s in enumerate(stages) if len(s.ranks) > 1}
+    shardings, unlike = _with_batch(pieces, stages, {n: own.placement for n, own in shared.items()})
     candidate = Candidate(
         stage_of={
             op: number for number, s in enumerate(stages) for ops in pieces.ops[s.first : s.end] for op in ops
@@ -70,14 +71,14 @@ def decoded(
         microbatches=option.microbatches,
         schedule=option.schedule,
         recomputed_blocks=blocks if any(blocks) else (),
-        shardings=_with_batch(pieces, stages, {n: own.placement for n, own in shared.items()}),
+        shardings=shardings,
         one_queue=one_queue,
     )
     return Decoded(
         candidate,
         {number: own.parts for number, own in shared.items()},
         _first_of(own.values for own in shared.values()),
-        frozenset(name for own in shared.values() for name in own.unlike),
+        frozenset(unlike.union(*(own.unlike for own in shared.values()))),
     )
 
 
@@ -115,21 +116,32 @@ def _sharded(pieces: Pieces, stage: StageRecipe) -> _Sharded:
 
 def _with_batch(
     pieces: Pieces, stages: Sequence[StageRecipe], placements: Mapping[int, FeaturePlacement]
-) -> dict[int, FeaturePlacement]:
-    """Return the placements with each part of the batch in the one layout in which it is read anywhere.
+) -> tuple[dict[int, FeaturePlacement], set[str]]:
+    """Return the placements with each part of the batch in one layout on each group, and the parts that a stage of one
+    would read in another.
 
-    Stages that read nothing of it but its size take it as others do.
+    Stages that read nothing of it but its size take it as others of their group do, or of any.
     """
-    read: dict[str, Placements] = {}
+    read: dict[tuple[int, ...], dict[str, Placements]] = {}
+    own_read: dict[int, dict[str, Placements]] = {}
     for number, own in placements.items():
-        for part in pieces.parts[stages[number].first : stages[number].end]:
-            for given in part.inputs:
-                if given.kind == "batch" and not only_its_sizes(part, given.node):
-                    read.setdefault(given.name, own.batch[given.name])
-    return {
-        number: replace(own, batch={name: read.get(name, layout) for name, layout in own.batch.items()})
-        for number, own in placements.items()
-    }
+        stage = stages[number]
+        names = {
+            given.name
+            for part in pieces.parts[stage.first : stage.end]
+            for given in part.inputs
+            if given.kind == "batch" and not only_its_sizes(part, given.node)
+        }
+        own_read[number] = {name: own.batch[name] for name in own.batch if name in names}
+        read[stage.ranks] = _first_of([read.get(stage.ranks, {}), own_read[number]])
+    anywhere = _first_of(read.values())
+    made, unlike = {}, set[str]()
+    for number, own in placements.items():
+        group = read[stages[number].ranks]
+        unlike |= {name for name, layout in own_read[number].items() if group[name] != layout}
+        batch = {name: group.get(name, anywhere.get(name, layout)) for name, layout in own.batch.items()}
+        made[number] = replace(own, batch=batch)
+    return made, unlike
 
 
 def _joined(parts: Sequence[FeaturePlacement], read: Sequence[Mapping[str, Placements]]) -> FeaturePlacement:

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import Tensor
 
 from partitioner.models.bundled import bundled
 from partitioner.models.workload import Workload
 from partitioner.verify.grow_batch import grow_batch, ignore_unevenly
-from partitioner.verify.reference import reference_step, weights_by_definition, why_in_pieces
+from partitioner.verify.reference import (
+    counted_means,
+    reference_step,
+    weights_by_definition,
+    why_in_pieces,
+)
 from passes.evaluate.copied_module import copied_module
 from passes.trace.batch import flatten_batch
 from passes.trace.export import loss_and_metrics
@@ -142,3 +148,26 @@ def test_micro_batches_have_the_plans_sizes_and_count_by_them() -> None:
 def test_weights_are_written_out() -> None:
     assert weights_by_definition("sum", (6, 4, 4)) == [1, 1, 1]
     assert weights_by_definition("mean", (6, 4, 4)) == [6 / 14, 4 / 14, 4 / 14]
+
+
+class AsksForFloat32(Tagger):
+    """The product of what it casts and what it does not: both are float32, or both are widened."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.float()
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        logits: Tensor = self.embed(tokens).float() @ self.head.weight.T
+        return logits
+
+
+def test_labels_are_counted_in_the_models_own_types_too() -> None:
+    whole = batch(6, empty=(4, 5))
+    reference = Workload(AsksForFloat32(), whole, plain)
+    graph = trace(reference.model, whole, loss_fn=plain)
+    means = counted_means(reference, whole, whole, graph, (2, 2, 2), double=False)
+    means.start(0)
+    assert not means.counting
+    with pytest.raises(RuntimeError, match="dtype"):
+        counted_means(reference, whole, whole, graph, (2, 2, 2), double=True)
