@@ -48,6 +48,8 @@ LADDER = (
 """Prices that are tried: those of the tables, one between two of them, and higher ones, at which only memory counts."""
 PRICED = LADDER.index(SCALE[-1])
 """The last of them up to which the cost of the cheapest ways is known."""
+Scales = tuple[int, ...]
+"""Per group, the number of its price in ``LADDER``."""
 CLOSE = 1e-3
 """Bottlenecks nearer to each other than this are not told apart: as the gap of the search for pipelines."""
 
@@ -104,46 +106,62 @@ class Together:
         self._planes.clear()
         self._short.clear()
         top = PRICED if math.isinf(most_seconds) else len(LADDER) - 1
-        known: dict[tuple[int, int], float] = {}
         cuts = [link[end] for link, (_, end) in zip(self.links, self._joints, strict=True)]
         links = [np.where(link <= most_seconds, link, np.inf) for link in cuts]
+        known: dict[Scales, float] = {}
 
-        def value(first: int, last: int) -> float:
-            if (first, last) not in known:
-                known[first, last] = self._value(first, last, most_seconds, alone, links)
-            return known[first, last]
+        def value(scales: Scales) -> float:
+            if scales not in known:
+                known[scales] = self._value(scales, most_seconds, alone, links)
+            return known[scales]
 
         first, last = (min(at, top) for at in self._at)
-        best = value(first, last)
+        best, scales = value(self._falling(first, last)), self._falling(first, last)
         step = 4
         while step:
             near = [(first + step, last + step), (first - step, last - step)]
             near += [(first + step, last), (first - step, last), (first, last + step), (first, last - step)]
-            found = max((value(*pair), pair) for pair in near if 0 <= min(pair) <= max(pair) <= top)
+            found = max(
+                (value(self._falling(*pair)), pair) for pair in near if 0 <= min(pair) <= max(pair) <= top
+            )
             if found[0] > best:
                 best, (first, last) = found
             else:
                 step //= 2
         self._at = first, last
+        if math.isinf(most_seconds):
+            return best
+        scales = list(self._falling(first, last))
+        changed = True
+        while changed:
+            changed = False
+            for group in range(len(scales)):
+                for other in (scales[group] + 1, scales[group] - 1):
+                    moved = (*scales[:group], other, *scales[group + 1 :])
+                    if 0 <= other <= top and value(moved) > best * (1 + 1e-6):
+                        best, scales, changed = value(moved), list(moved), True
+                        break
         return best
+
+    def _falling(self, first: int, last: int) -> Scales:
+        """Return prices of the groups, from the first group's to the last's."""
+        groups = self.option.groups
+        return tuple(round(first + (last - first) * group / max(1, groups - 1)) for group in range(groups))
 
     def _value(
         self,
-        first: int,
-        last: int,
+        scales: Scales,
         most_seconds: float,
         alone: Sequence[FloatArray],
         links: Sequence[FloatArray],
     ) -> float:
-        """[first group's price, last group's] the least sum over cuts. ``links``: seconds of those at each stage's ends."""
-        last_group = max(1, self.option.groups - 1)
+        """[price of each group] the least sum over cuts. ``links``: seconds of those at each stage's ends."""
         rest = np.full_like(links[0], np.inf)
         rest[-1] = 0.0
         for k, (group, (begin, end)) in enumerate(zip(self.groups, self._joints, strict=True)):
             if k:
                 rest = rest + links[k]
-            scale = round(first + (last - first) * group / last_group)
-            rest = (self._plane(k, scale, most_seconds, alone)[begin, end] + rest).min(axis=1)
+            rest = (self._plane(k, scales[group], most_seconds, alone)[begin, end] + rest).min(axis=1)
         return float(rest[0])
 
     def _plane(self, stage: int, scale: int, most_seconds: float, alone: Sequence[FloatArray]) -> FloatArray:
