@@ -6,8 +6,11 @@ together, at once ─► each stage alone on its devices ─► the same, by how
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
+from cost_models.arrays import FloatArray
 from passes.search.bisect import Bisected, Bisection
+from passes.search.hybrid.pairs import Pairs
 from passes.search.hybrid.program import Pipeline, PipelineProgram
 from passes.search.hybrid.recipes.composed import Composed
 from passes.search.hybrid.staged import Staged, Table
@@ -26,17 +29,37 @@ def quick_bound(staged: Staged[Table], cutoff_seconds: float) -> float:
     return bound
 
 
-def full_bound(staged: Staged[Composed], cutoff_seconds: float) -> float:
-    """Return a better bound than ``quick_bound``, by how many blocks each stage computes again."""
+def full_bound(staged: Staged[Composed], cutoff_seconds: float, known_seconds: float = math.inf) -> float:
+    """Return a better bound than ``quick_bound``, by how many blocks each stage computes again.
+
+    ``known_seconds``: of another option's pipeline, below the cutoff: whether this one can beat it is looked at closely.
+    """
     quick = Together(staged, staged.priced(staged.equal_rooms, None))
     longest = _longest(staged, quick.least(math.inf), cutoff_seconds)
     alone = staged.alone(longest)
     program = PipelineProgram(staged.option, alone, staged.links)
     bound = best_pipeline(program, cutoff_seconds).bound_seconds
     if bound < cutoff_seconds and staged.option.chunks > 1:
-        together = Together(staged, staged.priced(staged.equal_rooms, longest))
+        priced = staged.priced(staged.equal_rooms, longest)
+        together = Together(staged, priced)
         bound = max(bound, together.seconds(alone, cutoff_seconds))
+        if bound < known_seconds < math.inf and staged.option.in_pairs:
+            bound = max(bound, _in_pairs(staged, priced, together.least(math.inf), bound, known_seconds))
     return min(bound, cutoff_seconds)  # longer stages were left out: they are above the cutoff
+
+
+def _in_pairs(
+    staged: Staged[Composed],
+    priced: Sequence[FloatArray],
+    total_seconds: float,
+    bound_seconds: float,
+    known_seconds: float,
+) -> float:
+    """Return a bound by the least bottleneck at which both stages of every group fit."""
+    pairs, fill, weight = Pairs(staged), staged.option.fill, staged.weight
+    low, high = ((seconds - fill * total_seconds) / weight for seconds in (bound_seconds, known_seconds))
+    least = pairs.least_seconds(low, high, pairs.least_bytes(priced, staged.equal_rooms))
+    return fill * total_seconds + weight * least
 
 
 def best_pipeline(program: PipelineProgram, cutoff_seconds: float) -> Bisected[Pipeline]:

@@ -63,6 +63,11 @@ class GroupOption:
         return slice(first, first + spare + 1), slice(first + 1, first + spare + 2)
 
     @property
+    def in_pairs(self) -> bool:
+        """True if every group runs two stages, one in each of two rounds."""
+        return self.chunks == 2 and self.places == (*range(self.groups), *range(self.groups))
+
+    @property
     def fill(self) -> float:
         """Share of filling and draining that the schedule does not hide."""
         return self._alone.fill

@@ -296,14 +296,15 @@ class _Survey:
             self._staged[number] = staged
             better = quick_bound(staged, cutoff)
         elif rank == 2:
-            better = full_bound(self._staged[number], cutoff)
+            better = full_bound(self._staged[number], cutoff, self.best_seconds)
         else:
             self._solve(number, bound)
             return None
         return max(bound, better), number, rank + 1
 
     def _solve(self, number: int, bound: float) -> None:
-        found = fastest(self._staged[number], self.best_seconds * SLACK, bound)
+        best = self.best_seconds
+        found = fastest(self._staged[number], best * SLACK, bound, closely=bound < best)
         self._staged.pop(number)
         if found is not None:
             log.debug("%s: %.6g s, not below %.6g s", found.option, found.seconds, bound)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from passes.search.hybrid.bounds import GAP, best_pipeline
 from passes.search.hybrid.options import GroupOption
+from passes.search.hybrid.pairs import NEEDED, Pairs
 from passes.search.hybrid.program import Pipeline, PipelineProgram
 from passes.search.hybrid.recipes.composed import Composed
 from passes.search.hybrid.recipes.mixes import Fastest, Mixes
@@ -30,16 +31,19 @@ class SolvedOption:
         return self.pipeline.objective_seconds
 
 
-def fastest(staged: Staged[Composed], cutoff_seconds: float, bound_seconds: float) -> SolvedOption | None:
+def fastest(
+    staged: Staged[Composed], cutoff_seconds: float, bound_seconds: float, *, closely: bool = True
+) -> SolvedOption | None:
     """Find the best pipeline of an option, None if none is below the cutoff; none is below ``bound_seconds``.
 
     Stages that share a group have equal parts of its memory or, where that leaves something to gain, what they need: the
-    least bottleneck that memory suffices for is bisected.
+    least bottleneck that memory suffices for is bisected. ``closely``: exactly, where it can be, which takes a second.
     """
     best = _in_rooms(staged, staged.equal_rooms, cutoff_seconds)
     if staged.option.chunks == 1:
         return best
-    memory = SharedMemory(staged, _mixes(staged))
+    mixes = _mixes(staged)
+    memory, needed = SharedMemory(staged, mixes), Pairs(staged).bytes_of(mixes)
     limit = cutoff_seconds if best is None else best.seconds
     high = limit / (staged.weight + staged.option.fill)
     low = max(
@@ -47,7 +51,9 @@ def fastest(staged: Staged[Composed], cutoff_seconds: float, bound_seconds: floa
     )
     while high > low * (1 + GAP) and limit > bound_seconds * (1 + GAP):
         middle = (low + high) / 2
-        rooms = memory.rooms(middle)
+        rooms = (
+            _paired(staged, needed, middle) if closely and staged.option.in_pairs else memory.rooms(middle)
+        )
         found = rooms and _in_rooms(staged, rooms, limit)
         if not found:
             low = middle
@@ -55,6 +61,22 @@ def fastest(staged: Staged[Composed], cutoff_seconds: float, bound_seconds: floa
         best, limit = found, found.seconds
         high = min(middle, found.pipeline.bottleneck_seconds)
     return best
+
+
+def _paired(staged: Staged[Composed], needed: NEEDED, most_seconds: float) -> list[float] | None:
+    """Return the bytes of each stage, from the end, with which cuts of at most these seconds fit; None without any."""
+    bytes_of = needed(most_seconds)
+    starts = Pairs(staged).cuts(most_seconds, bytes_of)
+    if starts is None:
+        return None
+    ends = [*starts[1:], len(bytes_of[0]) - 1]
+    used = [float(plane[a, b]) for plane, a, b in zip(bytes_of, starts[::-1], ends[::-1], strict=True)]
+    left = list(staged.capacity_bytes)
+    for group, size in zip(staged.groups, used, strict=True):
+        left[group] -= size
+    return [
+        size + left[group] / staged.option.chunks for size, group in zip(used, staged.groups, strict=True)
+    ]
 
 
 def _mixes(staged: Staged[Composed]) -> list[Mixes]:

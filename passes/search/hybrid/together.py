@@ -116,7 +116,7 @@ class Together:
             return known[scales]
 
         first, last = (min(at, top) for at in self._at)
-        best, scales = value(self._falling(first, last)), self._falling(first, last)
+        best = value(self._falling(first, last))
         step = 4
         while step:
             near = [(first + step, last + step), (first - step, last - step)]
@@ -131,7 +131,7 @@ class Together:
         self._at = first, last
         if math.isinf(most_seconds):
             return best
-        scales = list(self._falling(first, last))
+        scales = self._falling(first, last)
         changed = True
         while changed:
             changed = False
@@ -139,7 +139,7 @@ class Together:
                 for other in (scales[group] + 1, scales[group] - 1):
                     moved = (*scales[:group], other, *scales[group + 1 :])
                     if 0 <= other <= top and value(moved) > best * (1 + 1e-6):
-                        best, scales, changed = value(moved), list(moved), True
+                        best, scales, changed = value(moved), moved, True
                         break
         return best
 
