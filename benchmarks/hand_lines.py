@@ -1,6 +1,6 @@
 """A few ``fix`` lines that fit a cluster, as people write them: tensor parallelism in nodes, pipelines across, data around.
 
-    data=W                              one group, FSDP or ZeRO over all devices, two samples a device
+    data=W                              one group, FSDP or ZeRO over all devices, a few micro-batches tried
     data=. tensor=node                  the same around whole nodes
     pipeline=8 data=. tensor=node       a pipeline of nodes, micro-batches of one sample
     pipeline=8 interleave=2 …           the same with two stages on each group, on half of a node
@@ -31,46 +31,46 @@ def hand_lines(cluster: ClusterSpec, batch_size: int, parameters: int) -> tuple[
     """Return the lines for a model of so many parameters; each gives every device work."""
     nodes = list(Counter(device.node for device in cluster.devices).values())
     made = (
-        _on_unlike(cluster, nodes)
+        _on_unlike(cluster, nodes, batch_size)
         if _unlike(cluster)
         else _on_equal(cluster, nodes[0], batch_size, parameters)
     )
-    return tuple(dict.fromkeys(made))[:MOST_LINES]  # fmt: skip
+    return tuple(dict.fromkeys(made))[:MOST_LINES]
 
 
 def _unlike(cluster: ClusterSpec) -> bool:
     return len({device.speed_alone for device in cluster.devices}) > 1
 
 
-def _on_unlike(cluster: ClusterSpec, nodes: list[int]) -> Iterator[str]:
-    """Yield a stage on each node: whole tensors or halves of its devices, by one sample or two."""
-    groups = "groups=" + ",".join(map(str, nodes))
-    least = min(nodes)
-    yield f"{groups} tensor={least} zero=1 microbatch=1 recompute=auto"
+def _on_unlike(cluster: ClusterSpec, nodes: list[int], batch_size: int) -> Iterator[str]:
+    """Yield a stage on each node: on as many shards as every node has, on half as many, on none."""
+    groups, least = "groups=" + ",".join(map(str, nodes)), min(nodes)
+    yield f"{groups} tensor={least} zero=1 recompute=auto"
     if least > 1:
-        yield f"{groups} tensor={least // 2} zero=1 microbatch=1 recompute=auto"
-    yield f"{groups} tensor=1 zero=3 microbatch=1 recompute=auto"
-    yield f"data={cluster.world_size} zero=3 microbatch=1 recompute=auto"
+        yield f"{groups} tensor={least // 2} zero=1 recompute=auto"
+    yield f"{groups} tensor=1 zero=3 recompute=auto"
+    if batch_size % cluster.world_size == 0:
+        yield f"data={cluster.world_size} zero=3 recompute=auto"
 
 
 def _on_equal(cluster: ClusterSpec, node: int, batch_size: int, parameters: int) -> Iterator[str]:
     world, memory = cluster.world_size, min(device.memory_bytes for device in cluster.devices)
 
-    def line(pipeline: int, interleave: int, tensor: int, microbatch: int) -> Iterator[str]:
+    def line(pipeline: int, interleave: int, tensor: int) -> Iterator[str]:
         data, rest = divmod(world, pipeline * tensor)
-        if rest or not data or batch_size % (data * microbatch):
+        if rest or not data or batch_size % data:
             return
         zero = _zero(parameters / (pipeline * tensor), data, memory)
         words = [("pipeline", pipeline), ("interleave", interleave), ("tensor", tensor), ("data", data)]
         said = [f"{name}={number}" for name, number in words if number > 1]
-        yield " ".join([*said, f"zero={zero} microbatch={microbatch} recompute=auto"])
+        yield " ".join([*said, f"zero={zero}", *["microbatch=1"] * (pipeline > 1), "recompute=auto"])
 
     groups = min(MOST_STAGES, world // node) if world > node else 2
     inside = node if world > node else node // 2
-    yield from line(1, 1, 1, 2)
-    yield from line(1, 1, node, 2)
-    yield from line(groups, 1, inside, 1)
-    yield from line(groups, 2, max(1, inside // 2), 1)
+    yield from line(1, 1, 1)
+    yield from line(1, 1, node)
+    yield from line(groups, 1, inside)
+    yield from line(groups, 2, max(1, inside // 2))
 
 
 def _zero(parameters: float, replicas: int, memory_bytes: int) -> int:
