@@ -16,7 +16,7 @@ from typing import Any
 
 from passes.interrupts import keep_from_here, may_be_lost
 from passes.progress import report_phase, report_simulating
-from passes.search.certificate import Certificate, relative_gap
+from passes.search.certificate import BoundTerm, Certificate, relative_gap
 from passes.search.judge import MEMORY_ROUNDS, Judge, Simulated, memory_rounds
 from passes.search.outcome import Label, Outcome, RunnerUp
 from passes.search.provider import Judged, Proposal, Provider, SolvedT, Valued
@@ -196,11 +196,17 @@ class _Search:
         """About the families of all providers that ran."""
         proved = [own.proved() for own in self.ran]
         objective = valued.objective_seconds
-        bound = min([objective, *(own.bound_seconds for own in proved)])
+        least = min(own.bound_seconds for own in proved)
+        bound = min(objective, least)
         stopped = "interrupted" if interrupted else next((own.stopped for own in proved if own.stopped), "")
         terms = valued.terms
         if terms is not None:
-            terms = replace(terms, options=tuple(term for own in proved for term in own.options))
+            options = [term for own in proved for term in own.options]
+            if least > objective:
+                options.append(
+                    BoundTerm("this one, which needs more memory than was reckoned with", 1, objective)
+                )
+            terms = replace(terms, options=tuple(options))
         whole = [own.whole_ops_bound_seconds for own in proved if own.whole_ops_bound_seconds]
         return Certificate(
             objective=provider.objective,

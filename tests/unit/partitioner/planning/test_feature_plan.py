@@ -97,7 +97,9 @@ def test_unequal_devices_are_planned_by_the_slowest_and_that_is_said() -> None:
 
 
 def test_auto_is_hybrid_then_free_and_says_in_two_sentences_why() -> None:
-    plan = partition(GRAPH, ClusterSpec.parse("A100-40GB:2"), batch_size=8, strategy="auto", time_limit_seconds=10)
+    plan = partition(
+        GRAPH, ClusterSpec.parse("A100-40GB:2"), batch_size=8, strategy="auto", time_limit_seconds=10
+    )
     other = plan.alternatives[0]
     assert {plan.strategy, other.strategy.split(",")[0]} == {"hybrid", "free"}
     assert other.strategy.endswith(", the best found")
