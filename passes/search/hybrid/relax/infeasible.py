@@ -155,10 +155,13 @@ class Relaxations:
         devices = self.search.cluster.devices
         needed = max(peak / d.memory_bytes for peak, d in zip(found.peak_bytes, devices, strict=True))
         factor = max(least * NEAR, needed) * NEAR
+        larger = with_memory(self.search.cluster, factor)
+        whole = self.given.on(larger)
+        found = whole.fastest(whole.surveyed()) or found
         if len({device.memory_bytes for device in devices}) > 1:
             yield f"devices with {factor:.2f} times the memory: fits, {priced(found)}"
             return
-        grown = with_memory(self.search.cluster, factor).devices[0].memory_bytes
+        grown = larger.devices[0].memory_bytes
         yield (
             f"devices with {format_bytes(grown)} of usable memory (of {format_bytes(devices[0].memory_bytes)}): "
             f"fits, {priced(found)}"

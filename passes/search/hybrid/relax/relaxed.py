@@ -94,13 +94,8 @@ class Relaxed:
 
     def fastest(self, solved: Sequence[SolvedOption]) -> Simulated | None:
         """Simulate the first of them; return the fastest that fits, if any does."""
-        found: list[Simulated] = []
-        for each in solved[:SIMULATIONS]:
-            best = fastest_fitting(found)
-            if best is not None and each.seconds > best.step_seconds:
-                break
-            found.append(self.fit(self.search, self.judge, each, 1.0))
-        return fastest_fitting(found)
+        near = [each for each in solved[:SIMULATIONS] if each.seconds <= SLACK * solved[0].seconds]
+        return fastest_fitting([self.fit(self.search, self.judge, each, 1.0) for each in near])
 
     def least_room(self, most: float) -> float:
         """Find the least share of the memory with which an option can be solved; some can with ``most``."""

@@ -178,10 +178,10 @@ def test_a_search_that_is_cut_off_returns_the_best_so_far() -> None:
 def test_ctrl_c_takes_the_best_so_far_if_there_is_one(call: int) -> None:
     calls = itertools.count()
 
-    def interrupted(*given: Any) -> Any:
+    def interrupted(*given: Any, **more: Any) -> Any:
         if next(calls) == call:
             raise KeyboardInterrupt
-        return fastest(*given)
+        return fastest(*given, **more)
 
     with mock.patch.object(search, "fastest", interrupted):
         if call == 0:
