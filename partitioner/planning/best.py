@@ -121,35 +121,30 @@ def _family(simulated: Simulated) -> str:
 
 def why_it_won(best: Compiled, found: Sequence[Compiled]) -> list[str]:
     """Say in two sentences what the best is, and how much faster than the best of every other kind."""
-    first, others = found[0].outcome, list(found[1:])
-    won = best.outcome.best
-    what = f"{best.outcome.label} takes {format_seconds(won.step_seconds)} a step"
-    compared = [
-        f"the best {words} {_slower(own, won)}"
-        for family, words in FAMILIES.items()
-        if (best is not found[0] or family != _family(won))
-        and (own := _fastest_of(first, family)) is not None
-    ]
-    missing = [
-        words
-        for family, words in FAMILIES.items()
-        if _fastest_of(first, family) is None and (best is not found[0] or family != _family(won))
-    ]
-    sentences = [f"{what}: {', '.join(compared) or 'nothing else fits'}."]
-    if missing:
-        sentences[0] = (
-            f"{sentences[0][:-1]}; no {' and no '.join(missing)} fits or was near enough to be simulated."
+    first, won = found[0].outcome, best.outcome.best
+    others = [family for family in FAMILIES if best is not found[0] or family != _family(won)]
+    compared, left_out = [], []
+    for family in others:
+        own = _fastest_of(first, family)
+        if own is None:
+            left_out.append(f"no {FAMILIES[family]}")
+        else:
+            compared.append(f"the best {FAMILIES[family]} is {_slower(own, won)}")
+    sentence = f"{best.outcome.label}, takes {format_seconds(won.step_seconds)} a step: {', '.join(compared)}"
+    if left_out:
+        sentence += (
+            f"{'; ' if compared else ''}{' and '.join(left_out)} fits and was near enough to be simulated"
         )
-    for compiled in others:
-        own = compiled.outcome.best
+    sentences = [f"{sentence}."]
+    for compiled in found[1:]:
         adverb = STRATEGIES[compiled.request.strategy].words.adverb
         if compiled is best:
             sentences.append(
-                f"It is {adverb}: op by op, it beats the best pipeline that it was started from."
+                f"It is {adverb}, op by op, and was looked for from the fastest pipeline of single devices."
             )
         else:
             sentences.append(
-                f"A {adverb} placement, op by op, was looked for from there: {_slower(own, won)}."
+                f"A {adverb} placement, op by op, is {_slower(compiled.outcome.best, won)} at best."
             )
     return sentences
 

@@ -18,7 +18,7 @@ import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from typing import ClassVar
 
 from cost_models.cluster import ClusterSpec
@@ -232,13 +232,9 @@ class _MeshSearch:
     """All meshes and micro-batch counts, always on with what has the lowest bound."""
 
     def __init__(
-        self,
-        space: FeatureGraph,
-        setting: Setting,
-        pins: Mapping[str, Pin],
-        deadline: float,
+        self, space: FeatureGraph, setting: Setting, pins: Mapping[str, Pin], deadline: float,
         cutoff_seconds: float = math.inf,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self.cutoff_seconds = cutoff_seconds
         self.space, self.setting, self.pins, self.deadline = space, setting, pins, deadline
         self.capacity = setting.capacity_bytes
@@ -251,6 +247,14 @@ class _MeshSearch:
         """Per shape of mesh, the pins that it does not allow."""
         self.least_bytes = math.inf
 
+    @cached_property
+    def _floor_seconds(self) -> float:
+        """Seconds that no sharding is below: its equal share of all ops, on the fastest kind of device."""
+        costs, batch = self.space.costs, self.setting.job.batch_size
+        each = [costs.seconds(batch, device) for device in self.setting.devices]
+        work = min(float((s.forward + s.backward_input + s.backward_weight).sum()) for s in each)
+        return work / len(self.setting.sharing)
+
     @property
     def known_seconds(self) -> float:
         return self.cutoff_seconds if self.best is None else self.best[1].seconds
@@ -258,7 +262,7 @@ class _MeshSearch:
     def run(self, shapes: Sequence[Mesh], counts: Sequence[int]) -> tuple[FeatureProblem, Solved] | None:
         for mesh in shapes:
             bridges = Bridges(mesh.shape, self.setting.links(mesh))
-            self._push(_MeshTrial(mesh, bridges, counts, 0.0))
+            self._push(_MeshTrial(mesh, bridges, counts, self._floor_seconds))
         while self.open:
             _, _, trial = heapq.heappop(self.open)
             solved = sum(math.isfinite(t.seconds) for t in self.tried)
