@@ -77,12 +77,12 @@ class _Step:
 
     @classmethod
     def of(cls, unit: int, units: tuple[int, ...], factors: Sequence[_Table]) -> _Step:
-        """Add up ``factors``, but for the last to a table that is too large."""
-        first, *rest = sorted((f.over((unit, *units)) for f in factors), key=lambda cost: cost.size)
+        """Add up the first of ``factors``, as many as do not make too large a table: the order decides about ties."""
+        first, *rest = (f.over((unit, *units)) for f in factors)
         parts = [first]
         for cost in rest:
-            if np.broadcast(parts[-1], cost).size <= AT_ONCE:
-                parts[-1] = parts[-1] + cost
+            if len(parts) == 1 and np.broadcast(first, cost).size <= AT_ONCE:
+                first = parts[0] = first + cost
             else:
                 parts.append(cost)
         return cls(unit, units, tuple(parts))
