@@ -29,9 +29,9 @@ from passes.search.layer.request import LayerRequest
 from passes.search.outcome import Outcome
 from passes.search.provider import Provider
 
-MOST_DEVICES_OF_A_MESH = 64
-"""Devices up to which the hybrid search looks at one stage on general meshes too, shards across nodes included: beyond, a
-mesh takes seconds to price (docs/06c-feature-wise.md), and sharding across many nodes does not win."""
+MOST_DEVICES_OF_A_MESH = 1024
+"""Devices up to which the hybrid search looks at one stage on general meshes too, shards across nodes included: beyond,
+there are many meshes, each takes seconds to price (docs/06c-feature-wise.md), and shards across many nodes do not win."""
 
 StagesRequest = LayerRequest | FeatureRequest | HybridRequest
 

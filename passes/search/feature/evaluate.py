@@ -34,7 +34,7 @@ from passes.search.feature.bridges import summed_beside
 from passes.search.feature.graph import ValueName, kept_operands, makes_values, value_name
 from passes.search.feature.local import local_cost
 from passes.search.feature.options import bytes_of, parts_of, storage_share
-from passes.search.feature.parameters import ShardedParameter, backward_beside, sum_bytes
+from passes.search.feature.parameters import ShardedParameter, sum_bytes
 from passes.search.feature.seconds import (
     LocalRows,
     byte_shares,
@@ -316,7 +316,6 @@ class WholeGraph:
         seconds = held = sent = 0.0
         used = self.needs()
         together_bytes = sum_bytes(graph, self.setting.job.precision)
-        beside = backward_beside(graph, self.costs, self.samples, self.setting, math.prod(shape))
         for given in graph.inputs:
             node = graph.nodes[given.node]
             if not tensor_specs(node) or node.target is operator.getitem:
@@ -337,7 +336,7 @@ class WholeGraph:
                 state=placement.sharded_state.get(given.name, stored),
                 deferred=deferred.get(given.name, (False,) * len(shape)),
             )
-            own = parameter.costs(self.links, self.setting, together_bytes, beside.get(node.name, 0.0))
+            own = parameter.costs(self.links, self.setting, together_bytes)
             seconds, held = seconds + own[0], held + own[1]
             sent += parameter.sent_bytes()
         return seconds, held, sent

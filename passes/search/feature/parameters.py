@@ -1,26 +1,20 @@
 """Parameters of a feature-wise placement: what keeping, summing, updating and gathering one costs.
 
-Sums of gradients run beside the last backward (``runtime.program.early``), each beside that of the layer before, about as
-long as that of its own: what takes longer is charged. Small gradients are summed together (``passes.shard.state``): each is
-charged its part of such a sum's seconds, so that a model of a hundred small parameters pays the network's latency a few
-times and not a hundred times.
+Small gradients are summed together (``passes.shard.state``): each is charged its part of such a sum's seconds, so that a
+model of a hundred small parameters pays the network's latency a few times and not a hundred times.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-import numpy as np
-
-from cost_models.communication import hidden_seconds
 from cost_models.compute import optimizer_seconds
 from cost_models.conversion import AxisLinks, Kind, local_share
 from cost_models.layout import Mesh, Replicate, Shard
 from cost_models.memory import OPTIMIZERS, StateBytes
 from cost_models.precision import ParameterPrecision, Precision
-from passes.costs.costs import GraphCosts
 from passes.graph.graph import OpGraph, once_per_graph
 from passes.search.feature.local import joined_links
 from passes.search.feature.setting import Setting
@@ -38,23 +32,6 @@ def sum_bytes(graph: OpGraph, precision: Precision) -> float:
     small = sum(size for size in sizes if size < ALONE_BYTES)
     first = BUCKET_BYTES if len(sizes) > 0 and max(sizes) >= ALONE_BYTES else FIRST_BUCKET_BYTES
     return small / (1 + math.ceil(max(0, small - first) / BUCKET_BYTES))
-
-
-def backward_beside(
-    graph: OpGraph, costs: GraphCosts, samples: int, setting: Setting, ranks: int
-) -> Mapping[str, float]:
-    """Parameter's node -> seconds of a micro-batch's backward of the ops that read it, if all ``ranks`` share them."""
-    each = [costs.seconds(samples, device) for device in setting.devices]
-    backward = np.minimum.reduce([s.backward_input + s.backward_weight for s in each]) / ranks
-    row = {name: number for number, name in enumerate(costs.ops)}
-    shared = () if setting.part is None else setting.part.shared
-    return {
-        given.node: float(
-            sum(backward[row[user.name]] for user in graph.nodes[given.node].users if user.name in row)
-        )
-        for given in graph.inputs
-        if given.kind == "parameter" and given.name not in shared
-    }
 
 
 @dataclass(frozen=True)
@@ -124,12 +101,11 @@ class ShardedParameter:
         )
 
     def costs(
-        self, links: Sequence[AxisLinks], setting: Setting, together_bytes: float, beside_seconds: float
+        self, links: Sequence[AxisLinks], setting: Setting, together_bytes: float
     ) -> tuple[float, float]:
         """(seconds per step, bytes) of keeping it so. ``links``: of the mesh's axes; ``together_bytes``: ``sum_bytes``.
 
-        ``beside_seconds``: of ``backward_beside``. Seconds: what they do not hide of the sum of the gradient, over deferred
-        axes into the state's layout, the update of what a rank owns, and the
+        Seconds: the gradient summed over deferred axes into the state's layout, the update of what a rank owns, and the
         updated parameter gathered into its stored layout. Bytes: the parameter, its gradient as micro-batches are summed in
         it (in the stored layout), and where the state is split: the owned part, its gradient, and its optimizer state.
         """
@@ -156,10 +132,9 @@ class ShardedParameter:
             along = links[sent.axes[0]] if alone else joined_links(self.mesh, sent.axes, setting.cluster)
             return along.seconds(sent.kind, size_bytes)
 
-        part = gradient_bytes / max(once, 1)
-        seconds = sum(sending(sent, sent.share * once) * part for sent in self.gradient_sums())
-        contention = setting.cluster.host_costs.contention
-        seconds -= float(hidden_seconds(seconds, beside_seconds, contention))
+        seconds = 0.0
+        for sent in self.gradient_sums():
+            seconds += sending(sent, sent.share * once) * gradient_bytes / max(once, 1)
         for sent in self.gathers():
             seconds += sending(sent, sent.share * self.elements * types.leaf.itemsize)
         cast = owned * types.owner.itemsize + held * types.leaf.itemsize if types.has_copy else 0.0

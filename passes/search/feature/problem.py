@@ -11,9 +11,9 @@ what the optimizer updated, the update itself) once per step. Bytes are one rank
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import partial
 from typing import TypeAlias
 
 import numpy as np
@@ -40,7 +40,7 @@ from passes.search.feature.options import (
     storage_share,
     stored_options,
 )
-from passes.search.feature.parameters import ShardedParameter, backward_beside, sum_bytes
+from passes.search.feature.parameters import ShardedParameter, sum_bytes
 from passes.search.feature.seconds import (
     LocalRows,
     local_seconds,
@@ -158,10 +158,19 @@ def build_problem(
     samples = setting.job.batch_size // microbatches
     symbols = {**space.graph.example_sizes, space.graph.batch.batch_symbol: samples}
     bridges = bridges or Bridges(mesh.shape, setting.links(mesh))
+    contention = setting.cluster.host_costs.contention
     empty = FeatureProblem(
-        space, mesh, microbatches, samples, (), setting.capacity_bytes, bridges, symbols, setting.devices,
-        setting.cluster.host_costs.contention,
-    )  # fmt: skip
+        space,
+        mesh,
+        microbatches,
+        samples,
+        (),
+        setting.capacity_bytes,
+        bridges,
+        symbols,
+        setting.devices,
+        contention,
+    )
     return replace(empty, units=_Builder(empty, setting, restrict).units())
 
 
@@ -203,12 +212,6 @@ class _Builder:
                 own = self.restrict(unit, own)
             found.append(_undominated(own))
         return tuple(found)
-
-    @cached_property
-    def _beside(self) -> Mapping[str, float]:
-        """Seconds of backward that a parameter's sum runs beside."""
-        own, space = self.problem, self.problem.space
-        return backward_beside(space.graph, space.costs, own.samples, self.setting, len(own.mesh.ranks))
 
     def _op_seconds(self, ops: Sequence[Unit], options: dict[int, Options]) -> dict[int, FloatArray]:
         """Per step; one call for all ops and options."""
@@ -326,9 +329,8 @@ class _Builder:
         parts = np.array([parts_of([c.state for c in way], shape) for way in ways])
         more = (parts - 1) * (size * self.setting.returned_share(unit.name))
         codes = np.array([combine([c.code for c in way]) for way in ways], dtype=np.int64)
-        return UnitNumbers(
-            (held + more) * self._seconds_per_byte, held, (), (codes,), ways, np.arange(len(ways))
-        )
+        seconds = (held + more) * self._seconds_per_byte
+        return UnitNumbers(seconds, held, (), (codes,), ways, np.arange(len(ways)))
 
     @property
     def _seconds_per_byte(self) -> float:
@@ -341,12 +343,12 @@ class _Builder:
         trained = unit.name in graph.needs_grad
         ways = stored_options(dims, trained, mesh.shape)
         shared = setting.part.shared if setting.part is not None else ()
-        if whole := any(graph.input_of[node].name in shared for node in unit.members):
+        whole = any(graph.input_of[node].name in shared for node in unit.members)
+        if whole:
             ways = tuple(way for way in ways if all(c.stored == c.state == Replicate() for c in way))
         types = graph.types_of(graph.input_of[unit.name].name, setting.job.precision)
         together_bytes = sum_bytes(graph, setting.job.precision)
-        beside = self._beside.get(unit.name, 0.0)
-        known, key = self.problem.bridges.parameters, (dims, trained, whole, types, together_bytes, beside)
+        known, key = self.problem.bridges.parameters, (dims, trained, whole, types, together_bytes)
         if key not in known:
             kept = [
                 ShardedParameter(
@@ -360,9 +362,7 @@ class _Builder:
                 )
                 for way in ways
             ]
-            known[key] = [
-                each.costs(self.problem.bridges.links, setting, together_bytes, beside) for each in kept
-            ]
+            known[key] = [each.costs(self.problem.bridges.links, setting, together_bytes) for each in kept]
         codes = np.array([combine([c.code for c in way]) for way in ways], dtype=np.int64)
         count = len(unit.members)
         return UnitNumbers(
