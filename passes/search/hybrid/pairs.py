@@ -23,7 +23,7 @@ from passes.search.hybrid.staged import Staged
 CLOSE = 1e-3
 """Bottlenecks nearer to each other than this are not told apart: as the gap of the search for pipelines."""
 NEEDED = Callable[[float], list[FloatArray]]
-"""Of a bottleneck: per stage from the end, [first piece, last + 1] the bytes that it needs; infinite where it is longer."""
+"""Bytes at a bottleneck: per stage from the end, [first piece, last + 1] of what it needs; infinite where it is longer."""
 
 
 @dataclass(frozen=True, eq=False)
