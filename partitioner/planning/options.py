@@ -205,10 +205,11 @@ class PlanOptions:
 
     def _of_the_other_strategy(self) -> Iterator[str]:
         """Name options that the strategy would silently ignore."""
-        if self.strategy in STRATEGY_WORDS:
-            words = STRATEGY_WORDS[self.strategy]
+        mine = SEARCHING if self.strategy == "auto" else (self.strategy,)
+        if all(name in STRATEGY_WORDS for name in mine):
+            known = frozenset[str]().union(*(STRATEGY_WORDS[name].options for name in mine))
             for option, value in self._given().items():
-                if option not in words.options:
+                if option not in known:
                     knows = next(name for name, other in STRATEGY_WORDS.items() if option in other.options)
                     yield NOT_HERE[option].format(option=option, value=value, mine=self.strategy, knows=knows)
         yield from self._wrong_pins()

@@ -170,14 +170,13 @@ class _Search:
         return found
 
     def _is_slower(self, provider: Provider[Any], proposal: Proposal[Any]) -> bool:
-        """Tell if a proposal is proved slower than the best: sharded ones cost as much to bound as to simulate."""
-        bound, best = proposal.least_seconds, self.best_seconds
-        if math.isinf(best):
+        """Tell if a proposal is proved slower than the best: where that is quicker than to simulate it."""
+        if math.isinf(self.best_seconds) or not provider.quickly_bounded:
             return False
-        candidate = provider.candidate(proposal)
-        if bound < best and not candidate.shardings:
+        candidate, bound = provider.candidate(proposal), proposal.least_seconds
+        if bound < self.best_seconds:
             bound = max(bound, self.judge.lower_bound_seconds(candidate))
-        if bound < best:
+        if bound < self.best_seconds:
             return False
         self.bounded.append(RunnerUp(Label.of(candidate), bound, proposal.peak_bytes, bounded=True))
         return True

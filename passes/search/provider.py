@@ -89,6 +89,8 @@ class Provider(Protocol[SolvedT]):
     """Its stages in a few words, for who watches the search."""
     objective: str
     """The surrogate, as a formula."""
+    quickly_bounded: bool
+    """True if a bound on a proposal's simulation (``Judge.lower_bound_seconds``) takes much less than simulating it."""
     slack: float
     """Proposals whose surrogate is above that of the fastest step so far by this factor are not simulated."""
 

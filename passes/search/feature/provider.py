@@ -52,6 +52,7 @@ class MeshProvider:
     request: FeatureRequest
     words = "one stage on all devices"
     objective = OBJECTIVE
+    quickly_bounded = False
     slack = SLACK
     _surveys: list[MeshSurvey] = field(default_factory=list)
     _failures: list[InfeasibleError | TimeLimitError] = field(default_factory=list)

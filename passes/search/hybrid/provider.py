@@ -34,6 +34,7 @@ class GroupsProvider:
     one_queue: bool
     words = "stages on device groups"
     objective = "fill * sum(stage + link seconds) + (microbatches - fill) * chunks * longest stage or link"
+    quickly_bounded = False
     slack = SLACK
     _surveys: list[Survey] = field(default_factory=list)
 

@@ -40,6 +40,7 @@ class LayerProvider:
     request: LayerRequest
     words = "stages on single devices"
     objective = "fill * sum(stage + link seconds) + (microbatches - fill) * chunks * largest"
+    quickly_bounded = True
     slack = TUNING.one_of_each
     _results: list[Sequence[OptionResult]] = field(default_factory=list)
 

@@ -472,6 +472,8 @@ MISUSES: list[tuple[dict[str, Any], str]] = [
     ({"pins": {1: 0}}, "pin 1: expected a text"),
     ({"time_limit_seconds": float("inf")}, "the time limit is inf"),
     ({"strategy": "auto", "schedule": "none"}, "schedule 'none' is not one of"),
+    ({"strategy": "auto", "min_stages": 2}, "strategy 'auto' has its own way"),
+    ({"strategy": "auto", "mesh": (2,)}, "strategy 'auto' has none"),
     ({"batch_dims": {"z": 0}}, "z"),
 ]
 
