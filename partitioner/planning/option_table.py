@@ -32,9 +32,9 @@ OPTIONS = (
     PlanOption(
         "strategy",
         "layer: every op on one device, every device one contiguous run of the model. feature: every op on all devices, "
-        "tensors sharded. hybrid: a pipeline of device groups that share their stages, searched, or as fix "
-        "says. free: any op, or block "
-        "of its neurons, on any device. auto: all of them are planned, the fastest plan that fits is taken",
+        "tensors sharded. hybrid: a pipeline of device groups that share their stages, searched with both of "
+        "the above, or as fix says. free: any op, or block of its neurons, on any device. auto: hybrid, then free from "
+        "there, and the faster one is taken",
     ),
     PlanOption(
         "microbatches", "auto, or into how many pieces the batch is cut (this is gradient accumulation)"
