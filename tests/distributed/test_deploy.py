@@ -12,6 +12,7 @@ from cost_models.cluster import ClusterSpec
 from partitioner import Plan, Workload, partition
 from partitioner.models import as_graph
 from runtime.ranks.launch import WorkerError, WorkerPool
+from tests.support.edited import edited
 
 STEPS = 3
 
@@ -218,7 +219,7 @@ def train_own_plan(plans: list[str]) -> None:
 
 
 def test_ranks_with_different_plans_are_refused(plan: Plan, pool: WorkerPool) -> None:
-    other = plan.model_copy(update={"schedule": "gpipe"})
+    other = edited(plan, schedule="gpipe")
     plans = [plan.model_dump_json(), plan.model_dump_json(), other.model_dump_json()]
     with pytest.raises(WorkerError, match="the plan of rank 2 is not that of rank 0"):
         pool.run(train_own_plan, plans, world_size=3, timeout_seconds=60.0)

@@ -22,6 +22,7 @@ from partitioner.deployment.facts import plan_digest
 from partitioner.engine.engine import Engine
 from runtime.ranks.launch import WorkerPool
 from tests.distributed.test_deploy import STEPS, batch, expected, workload
+from tests.support.edited import edited
 
 PINS = {"embed": 0, "middle": 1, "head": 2}
 OPTIONS: dict[str, Any] = {"optimizer": torch.optim.AdamW, "optimizer_kwargs": {"lr": 1e-2}}
@@ -271,7 +272,7 @@ def train_watched(plan_json: str, compile: Any) -> tuple[Result, bool]:
 def test_compiled_segments_train_alike_and_the_model_is_not_touched(
     schedule: str, plan: Plan, pool: WorkerPool
 ) -> None:
-    text = plan.model_copy(update={"schedule": schedule}).model_dump_json()
+    text = edited(plan, schedule=schedule).model_dump_json()
     results = pool.run(train_watched, text, {"backend": "aot_eager"}, world_size=3, timeout_seconds=200.0)
     check_trained([result for result, _ in results])
     assert [untouched for _, untouched in results] == [True] * 3

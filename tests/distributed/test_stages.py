@@ -11,6 +11,7 @@ from cost_models.cluster import ClusterSpec
 from partitioner import Plan, Workload, partition
 from passes.graph.graph import OpGraph
 from runtime.ranks.launch import WorkerPool
+from tests.support.edited import edited
 from tests.support.matrix import thinned
 from tests.support.towers import Towers, batch, loss_fn, tower_of, traced
 
@@ -43,15 +44,14 @@ def side_by_side(graph: OpGraph, patterns: str) -> Plan:
         fields = {"devices": devices, "ops": ops, "sharding": sharding, "has_backward": index == 0}
         stages.append(stage.model_copy(update=fields))
     four = {str(rank): 1 for rank in range(4)}
-    made = plan.model_copy(
-        update={
-            "strategy": "hybrid",
-            "cluster": ClusterSpec.local(4),
-            "stages": tuple(stages),
-            "state_bytes": four,
-            "optimizer_seconds": four,
-            "prediction": plan.prediction.model_copy(update={"peak_memory_bytes": four}),
-        }
+    made = edited(
+        plan,
+        strategy="hybrid",
+        cluster=ClusterSpec.local(4),
+        stages=tuple(stages),
+        state_bytes=four,
+        optimizer_seconds=four,
+        prediction=plan.prediction.model_copy(update={"peak_memory_bytes": four}),
     )
     return Plan.from_json(made.model_dump_json())
 

@@ -233,8 +233,7 @@ SHARDINGS: list[Case] = [
         4,
         (
             "error[infeasible]: Net fits small by no strategy",
-            "because: layer-wise: ",
-            "because: feature-wise: ",
+            "because: hybrid: ",
             "because: free: ",
         ),
     ),
