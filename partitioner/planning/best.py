@@ -133,7 +133,7 @@ def why_it_won(best: Compiled, found: Sequence[Compiled]) -> list[str]:
     sentence = f"{best.outcome.label}, takes {format_seconds(won.step_seconds)} a step: {', '.join(compared)}"
     if left_out:
         sentence += (
-            f"{'; ' if compared else ''}{' and '.join(left_out)} fits and was near enough to be simulated"
+            f"{'; ' if compared else ''}{' and '.join(left_out)} that fits came near enough to be simulated"
         )
     sentences = [f"{sentence}."]
     for compiled in found[1:]:
