@@ -8,6 +8,7 @@ Two bounds on simulated time stand in it, each for the plans that it is proved f
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from cost_models.errors import InternalError
@@ -38,6 +39,11 @@ class BoundTerm:
     options: int
     bound_seconds: float | None
     """None: nothing fits."""
+
+    @staticmethod
+    def of(option: str, options: int, bound_seconds: float) -> BoundTerm:
+        """Make a term of seconds that are infinite where nothing fits."""
+        return BoundTerm(option, options, bound_seconds if math.isfinite(bound_seconds) else None)
 
 
 @dataclass(frozen=True)

@@ -116,15 +116,16 @@ class _Search:
         report_phase(provider.words)
         solve_until = _later(self.deadline, 1 / 2)
         until = _later(self.deadline, 3 / 4) if others else self.deadline
-        self.ran.append(provider)
-        self.rooms.append(1.0)
 
-        def round_of(_: int, room: float) -> float | None:
+        def round_of(number: int, room: float) -> float | None:
             """Simulate what is best with this share of the memory; the share to go on with, if nothing fits."""
+            with may_be_lost(self.best is not None):
+                proposals = provider.proposals(self.known_seconds, room, solve_until)
+            if number == 0:
+                self.ran.append(provider)
+                self.rooms.append(room)
             self.rooms[-1] = room
-            tried = self._simulated(
-                provider, provider.proposals(self.known_seconds, room, solve_until), room, until
-            )
+            tried = self._simulated(provider, proposals, room, until)
             if not tried or self.best is not None:
                 return None
             smaller = room * ROOM_LEFT * max(share_of_need(self.judge, own.simulated) for own in tried)

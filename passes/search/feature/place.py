@@ -29,6 +29,7 @@ from passes.costs.costs import GraphCosts
 from passes.graph.graph import OpGraph
 from passes.graph.least_samples import least_samples
 from passes.progress import report_found, report_option
+from passes.search.bound import work_seconds
 from passes.search.certificate import relative_gap
 from passes.search.feature.bound import price, wire_tables
 from passes.search.feature.bridges import Bridges
@@ -250,10 +251,9 @@ class _MeshSearch:
     @cached_property
     def _floor_seconds(self) -> float:
         """Seconds that no sharding is below: its equal share of all ops, on the fastest kind of device."""
-        costs, batch = self.space.costs, self.setting.job.batch_size
-        each = [costs.seconds(batch, device) for device in self.setting.devices]
-        work = min(float((s.forward + s.backward_input + s.backward_weight).sum()) for s in each)
-        return work / len(self.setting.sharing)
+        setting = self.setting
+        work = work_seconds(self.space.costs, setting.job.batch_size, setting.devices)
+        return work / len(setting.sharing)
 
     @property
     def known_seconds(self) -> float:

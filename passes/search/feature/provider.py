@@ -81,7 +81,7 @@ class MeshProvider:
     def _data_parallel(self, room: float, deadline: float) -> list[Proposal[Sharded]]:
         """Return the batch split over all devices, everything else whole on each, if that can be.
 
-        Its sums are all hidden behind the last backward, which the surrogate knows in part only: it may simulate best.
+        Its sums are hidden behind the last backward, and the surrogate charges them: it may simulate best.
         """
         cluster, request = self.judge.cluster, self.request
         if request.pins or request.mesh is not None or cluster.world_size == 1:
@@ -148,12 +148,9 @@ class MeshProvider:
             proof.space,
             "dual ascent, then integer program over what it leaves",
             proof.bound_seconds,
-            tuple(
-                BoundTerm(f"mesh {_words(own)}", 1, own.bound_seconds if math.isfinite(own.bound_seconds) else None)
-                for own in proof.tried
-            ),
+            tuple(BoundTerm.of(f"mesh {_words(own)}", 1, own.bound_seconds) for own in proof.tried),
             "time limit" if proof.late else "",
-        )  # fmt: skip
+        )
 
     def valued(self, proposal: Proposal[Sharded]) -> Valued:
         """Return the sum over the whole graph, which the search was checked by (``feature.place.check_agreement``)."""

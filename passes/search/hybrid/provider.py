@@ -128,8 +128,8 @@ def _bound_terms(survey: Survey) -> Iterator[BoundTerm]:
     """Yield the bounds of all options: the lowest by name, then others that were looked at, then the rest."""
     bounds = sorted(survey.bounds, key=lambda own: own[1])
     for option, seconds in bounds[:NAMED]:
-        yield BoundTerm(str(option), 1, seconds if math.isfinite(seconds) else None)
+        yield BoundTerm.of(str(option), 1, seconds)
     if others := [seconds for _, seconds in bounds[NAMED:]]:
-        yield BoundTerm("others solved", len(others), others[0] if math.isfinite(others[0]) else None)
+        yield BoundTerm.of("others solved", len(others), others[0])
     if rest := survey.options - len(bounds):
-        yield BoundTerm("others, bounded alone", rest, survey.rest_seconds)
+        yield BoundTerm.of("others, bounded alone", rest, survey.rest_seconds)

@@ -13,6 +13,7 @@ from functools import cached_property
 
 from cost_models.errors import PartitionerError
 from passes.lower.candidate import Candidate
+from passes.search.bound import work_seconds
 from passes.search.certificate import BoundTerm, PipelineTerms, StageTerms
 from passes.search.judge import Judge
 from passes.search.layer.infeasible import infeasible
@@ -54,9 +55,7 @@ class LayerProvider:
     def _floor_seconds(self) -> float:
         """Seconds that no pipeline of single devices is below: no more of them work than there are places to cut."""
         costs, devices = self.judge.costs, {d.speed_alone: d for d in self.judge.cluster.devices}.values()
-        batch = self.request.job.batch_size
-        each = [costs.seconds(batch, device) for device in devices]
-        work = min(float((s.forward + s.backward_input + s.backward_weight).sum()) for s in each)
+        work = work_seconds(costs, self.request.job.batch_size, devices)
         return work / min(self.judge.cluster.world_size, TUNING.most_intervals, len(costs.ops))
 
     def proposals(
@@ -139,9 +138,8 @@ class LayerProvider:
     def proved(self) -> Proved:
         """Return the bound over all options, and each option's, the lowest by name."""
         if not self._results:
-            return Proved(
-                "stages on single devices, bounded together", "work / devices", self._floor_seconds, ()
-            )
+            together, floor = "stages on single devices, bounded together", self._floor_seconds
+            return Proved(together, "work / devices", floor, (BoundTerm(together, 1, floor),))
         search, results = self.search, self._results[0]
         space = "; and ".join(s.name for s in search.spaces)
         if search.min_stages > 1:
@@ -203,10 +201,6 @@ def _bound_terms(results: Iterable[OptionResult]) -> Iterable[BoundTerm]:
     """Yield the bounds of all options, the lowest by name, the others together."""
     bounds = sorted(results, key=lambda result: result.bound_seconds)
     for result in bounds[:NAMED]:
-        seconds = result.bound_seconds
-        option = f"single devices, {result.option}"
-        yield BoundTerm(option, 1, seconds if math.isfinite(seconds) else None)
+        yield BoundTerm.of(f"single devices, {result.option}", 1, result.bound_seconds)
     if others := [result.bound_seconds for result in bounds[NAMED:]]:
-        yield BoundTerm(
-            "single devices, others", len(others), others[0] if math.isfinite(others[0]) else None
-        )
+        yield BoundTerm.of("single devices, others", len(others), others[0])
