@@ -113,6 +113,11 @@ class GraphCosts:
         """Compute seconds of every op, in a form that adds up over ops (``cost_models.compute.additive_seconds``)."""
         return OpSeconds(*(additive_seconds(phase, device) for phase in self.phases(batch_size, device)))
 
+    def least_work_seconds(self, batch_size: int, devices: Iterable[ComputeDevice]) -> float:
+        """Return the compute seconds of all ops of a step, of the whole batch at once, on the fastest of the devices."""
+        each = [self.seconds(batch_size, device) for device in devices]
+        return min(float((s.forward + s.backward_input + s.backward_weight).sum()) for s in each)
+
     def segment_seconds(
         self, op_indices: Sequence[int] | np.ndarray, batch_size: int, device: ComputeDevice
     ) -> SegmentSeconds:

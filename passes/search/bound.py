@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import Enum
 
@@ -10,8 +9,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cost_models.arrays import FloatArray
-from cost_models.devices import Device
-from passes.costs.costs import GraphCosts
 
 
 class BoundMethod(Enum):
@@ -124,9 +121,3 @@ def longest_into(readers: tuple[tuple[int, ...], ...], seconds: FloatArray) -> F
         for v in targets:
             longest[v] = max(longest[v], end)
     return np.array(longest)
-
-
-def work_seconds(costs: GraphCosts, batch_size: int, devices: Iterable[Device]) -> float:
-    """Return the seconds of all ops of a step, of the whole batch at once, on the fastest of the devices."""
-    each = [costs.seconds(batch_size, device) for device in devices]
-    return min(float((s.forward + s.backward_input + s.backward_weight).sum()) for s in each)

@@ -29,7 +29,6 @@ from passes.costs.costs import GraphCosts
 from passes.graph.graph import OpGraph
 from passes.graph.least_samples import least_samples
 from passes.progress import report_found, report_option
-from passes.search.bound import work_seconds
 from passes.search.certificate import relative_gap
 from passes.search.feature.bound import price, wire_tables
 from passes.search.feature.bridges import Bridges
@@ -252,7 +251,7 @@ class _MeshSearch:
     def _floor_seconds(self) -> float:
         """Seconds that no sharding is below: its equal share of all ops, on the fastest kind of device."""
         setting = self.setting
-        work = work_seconds(self.space.costs, setting.job.batch_size, setting.devices)
+        work = self.space.costs.least_work_seconds(setting.job.batch_size, setting.devices)
         return work / len(setting.sharing)
 
     @property

@@ -13,7 +13,6 @@ from functools import cached_property
 
 from cost_models.errors import PartitionerError
 from passes.lower.candidate import Candidate
-from passes.search.bound import work_seconds
 from passes.search.certificate import BoundTerm, PipelineTerms, StageTerms
 from passes.search.judge import Judge
 from passes.search.layer.infeasible import infeasible
@@ -55,7 +54,7 @@ class LayerProvider:
     def _floor_seconds(self) -> float:
         """Seconds that no pipeline of single devices is below: no more of them work than there are places to cut."""
         costs, devices = self.judge.costs, {d.speed_alone: d for d in self.judge.cluster.devices}.values()
-        work = work_seconds(costs, self.request.job.batch_size, devices)
+        work = costs.least_work_seconds(self.request.job.batch_size, devices)
         return work / min(self.judge.cluster.world_size, TUNING.most_intervals, len(costs.ops))
 
     def proposals(

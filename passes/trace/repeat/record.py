@@ -269,15 +269,22 @@ def _refuse_odd_memory(node: fx.Node, own: set[fx.Node]) -> None:
 
 def _refuse_kept(tracer: Any, own: set[fx.Node], known: Any) -> None:
     """Refuse a run whose tensors somebody keeps, beside the ``known`` ones: a list, an attribute, a closure."""
+    if _keepers(tracer, own, known):
+        gc.collect()  # what died in a cycle still refers to it
+        if left := _keepers(tracer, own, known):
+            raise NotRepeatableError(f"a {left[0]} keeps what it computed")
+
+
+def _keepers(tracer: Any, own: set[fx.Node], known: Any) -> list[str]:
+    """Return the types of the objects, frames aside, that refer to tensors of the run beside the ``known`` ones."""
     ids = {id(tensor) for tensor in _tensors(known)}
     alive = tuple(
         tensor
         for tensor in list(tracer.tensor_tracker)
         if id(tensor) not in ids and tracer.tensor_tracker[tensor].proxy.node in own
     )  # autograd keeps some, unseen by Python
-    keepers = [holder for holder in gc.get_referrers(*alive) if holder is not alive] if alive else []
-    if any(not isinstance(holder, types.FrameType) for holder in keepers):
-        raise NotRepeatableError(f"a {type(keepers[0]).__name__} keeps what it computed")
+    holders = [holder for holder in gc.get_referrers(*alive) if holder is not alive] if alive else []
+    return [type(holder).__name__ for holder in holders if not isinstance(holder, types.FrameType)]
 
 
 def _refuse_strangers(tracer: Any, path: str, made: list[Made]) -> None:

@@ -114,7 +114,17 @@ class Recomputed(Block):
         return x + torch.utils.checkpoint.checkpoint(self.inner, x, use_reentrant=False)
 
 
-@pytest.mark.parametrize("block", [Dropping, InPlace, SameTensor, Views, Recomputed])
+class Cycle(Block):
+    """Leaves a list of its own tensors that refers to itself, which only the garbage collector frees."""
+
+    def inner(self, x: Tensor, *more: Any) -> Tensor:
+        x = super().inner(x)
+        left: list[Any] = [x]
+        left.append(left)
+        return x * 2.0
+
+
+@pytest.mark.parametrize("block", [Dropping, InPlace, SameTensor, Views, Recomputed, Cycle])
 def test_written_blocks_are_what_their_run_would_be(block: type[Block]) -> None:
     _check(Tower(block), LAYERS - 2)
 
