@@ -1,6 +1,6 @@
 """Seconds that no pipeline of an option is below, by the surrogate: cheap bounds first, better ones while they may decide.
 
-together, at once ─► each stage alone on its devices ─► the same, by how many blocks are computed again ─► together
+each stage alone on its devices, at once ─► together, at once ─► alone ─► by how many blocks are computed again ─► together
 """
 
 from __future__ import annotations
@@ -22,9 +22,11 @@ GAP = 1e-3
 
 def quick_bound(staged: Staged[Table], cutoff_seconds: float) -> float:
     """Return a bound on an option; anything above the cutoff where it is above that."""
-    bound = Together(staged, staged.priced(staged.equal_rooms, None)).quick_seconds()
+    program = PipelineProgram(staged.option, staged.alone(None), staged.links)
+    bound = program.quick_seconds()
+    if bound < cutoff_seconds and staged.option.chunks > 1:
+        bound = max(bound, Together(staged, staged.priced(staged.equal_rooms, None)).quick_seconds())
     if bound < cutoff_seconds:
-        program = PipelineProgram(staged.option, staged.alone(None), staged.links)
         bound = max(bound, best_pipeline(program, cutoff_seconds).bound_seconds)
     return bound
 

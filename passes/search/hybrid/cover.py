@@ -1,25 +1,25 @@
 """Ranges on the shards of one replica, which bound those of any number of replicas: cheap tables for a first bound.
 
-No stage takes less for being replicated: gradients are summed, parameters kept in parts are gathered. Its state is kept in
-equal parts at best. So the least of seconds + price · bytes that a micro-batch holds, at a row of prices, bounds all
-options with so many shards and samples. It is concave in the price: between two, the line is below it.
+No stage takes less for being replicated: gradients are summed, parameters kept in parts are gathered. So the least of
+seconds + price · bytes that a micro-batch holds, at a row of prices, bounds all options with so many shards and samples. It
+is concave in the price: between two, the line is below it. To that come the cheapest ways to keep the parameters.
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
 
 from cost_models.arrays import FloatArray, IntArray
-from cost_models.memory import state_bytes
 from passes.lower.job import Job
 from passes.search.hybrid.floors import MANY, Floors
 from passes.search.hybrid.options import GroupOption
 from passes.search.hybrid.pools import Run
 from passes.search.hybrid.recipes.composed import SCALE
 from passes.search.hybrid.recipes.eliminate import TooWideError
+from passes.search.hybrid.recipes.kept import Kept, kept
 from passes.search.hybrid.recipes.pieces import GroupKind, PieceSearch, Prices, Recipes, cheaper
 from passes.search.hybrid.recipes.ranges import Layouts, ranges_of
 from passes.search.words import RecomputeMode
@@ -37,9 +37,12 @@ class Cover:
     least: tuple[FloatArray, ...]
     """Per kind of ways, [unlike ranges, prices] the least seconds and what held bytes cost, per micro-batch."""
     prices: FloatArray
-    state: FloatArray
-    """[unlike ranges] bytes of parameters, gradients and optimizer state, on one device that has them all."""
-    devices: int
+    joints: tuple[IntArray, IntArray]
+    """[unlike ranges] the first piece, and the last + 1."""
+    kind: Sequence[int]
+    """[pieces] the class of each."""
+    kept: Sequence[Kept]
+    """Per class, the ways to keep its parameters."""
     scale_seconds: float
     """About what a stage takes: divided by its memory, the unit of ``SCALE``."""
 
@@ -61,9 +64,16 @@ class Cover:
         right = np.clip(np.searchsorted(self.prices, at), 1, len(self.prices) - 1)
         low, high = self.prices[right - 1], self.prices[right]
         share = (at - low) / (high - low)
-        left = price * (self.state[:, None] / self.devices - room_bytes)
+        left = self._parameters(microbatches, price) - price * room_bytes
         each = [(1 - share) * own[:, right - 1] + share * own[:, right] + left for own in self.least]
         return np.stack(each, axis=1)
+
+    def _parameters(self, microbatches: int, prices: FloatArray) -> FloatArray:
+        """[unlike ranges, prices] the least seconds of parameters, with what their bytes cost."""
+        each = np.stack([own.least(microbatches, prices) for own in self.kept])[np.array(self.kind)]
+        before = np.concatenate([np.zeros((1, len(prices))), each.cumsum(axis=0)])
+        first, end = self.joints
+        return np.asarray(before[end] - before[first])
 
 
 @dataclass(eq=False)
@@ -75,18 +85,29 @@ class Covers:
     floors: Floors
     recompute: RecomputeMode
     _known: dict[Hashable, Cover] = field(default_factory=dict)
+    _kept: dict[Hashable, list[Kept]] = field(default_factory=dict)
 
     def of_groups(self, option: GroupOption) -> list[Cover]:
         """Return a table for each group. Raises ``TooWideError``."""
-        found = []
-        for run, number in option.members:
+        found: dict[Hashable, Cover] = {}
+        kinds = [run.kind(number) for run, number in option.members]
+        for kind, (run, number) in zip(kinds, option.members, strict=True):
             samples = option.samples // run.replicas
             key = run.shards_kind(number), samples
             if key not in self._known:
                 self._known[key] = self._cover(run, number, samples)
-            own = self._known[key]
-            found.append(replace(own, devices=run.size, scale_seconds=own.scale_seconds / option.stages))
-        return found
+            if kind not in found:
+                own, ways = self._known[key], self._ways(run, number, option.samples)
+                found[kind] = replace(own, kept=ways, scale_seconds=own.scale_seconds / option.stages)
+        return [found[kind] for kind in kinds]
+
+    def _ways(self, run: Run, number: int, samples: int) -> list[Kept]:
+        key = run.kind(number)
+        if key not in self._kept:
+            group = GroupKind(run.ranks(number), run.replicas, run.tensor)
+            kinds = range(len(self.search.pieces.first))
+            self._kept[key] = [kept(self.search, kind, group, self.job, samples) for kind in kinds]
+        return self._kept[key]
 
     def _cover(self, run: Run, number: int, samples: int) -> Cover:
         ranks, kinds = run.ranks(number)[: run.tensor], self.search.pieces.kind
@@ -99,7 +120,7 @@ class Covers:
         nothing = np.zeros((len(each[0]), len(Layouts(each[0]))))
         found = [ranges_of(kinds, own, nothing, nothing) for own in each]
         least = [own.least / MANY for own in found]
-        return Cover(found[0].number, tuple(least), prices, self._state_bytes(found[0].number), 1, work)
+        return Cover(found[0].number, tuple(least), prices, joints_of(found[0].number), kinds, (), work)
 
     def _recipes(self, group: GroupKind, samples: int, prices: FloatArray) -> list[list[Recipes]]:
         """Return recipes per class of pieces, for each kind of ways."""
@@ -115,19 +136,10 @@ class Covers:
             either.append(own)
         return {"none": [kept], "full": [either], "auto": [kept, either]}[self.recompute]
 
-    def _state_bytes(self, number: IntArray) -> FloatArray:
-        """[unlike ranges] bytes of the parameters that a range alone reads, their gradients and optimizer state."""
-        graph, job = self.search.pieces.graph, self.job
-        before = [0]
-        for part in self.search.pieces.parts:
-            own = [
-                (spec.elements, graph.types_of(name, job.precision), name in graph.trained)
-                for name, spec in (*part.parameters.items(), *part.buffers.items())
-                if name not in self.search.shared
-            ]
-            before.append(before[-1] + state_bytes(own, job.optimizer).total)
-        found = np.zeros(int(number.max()) + 1)
-        first, end = np.nonzero(number >= 0)
-        sums = np.array(before, dtype=np.float64)
-        found[number[first, end]] = sums[end] - sums[first]
-        return found
+
+def joints_of(number: IntArray) -> tuple[IntArray, IntArray]:
+    """[unlike ranges] the joints at which the last of each begins and ends."""
+    first, end = np.nonzero(number >= 0)
+    begins, ends = (np.zeros(int(number.max()) + 1, dtype=np.int64) for _ in range(2))
+    begins[number[first, end]], ends[number[first, end]] = first, end
+    return begins, ends

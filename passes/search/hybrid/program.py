@@ -55,6 +55,16 @@ class PipelineProgram:
         unlike = {id(plane): plane for plane in seconds}
         self.least_seconds = _shortest_path(np.minimum.reduce(list(unlike.values())))
 
+    def quick_seconds(self) -> float:
+        """Return a bound at once: stages as short as they are in all, the longest one their mean, or what the first may
+        wait for."""
+        option, free = self.option, [np.zeros_like(link) for link in self.links]
+        total = least_sum(self.seconds, self.links)
+        longest, held = least_sum(self.seconds, free) / option.stages, option.in_flight[-1]
+        if held < option.microbatches:
+            longest = max(longest, total / (held * option.chunks))
+        return self.fill * total + self.bottleneck_weight * longest
+
     def range(self) -> tuple[float, float]:
         """Between which bottlenecks the optimum lies."""
         unlike = {id(plane): plane for plane in self.seconds}
@@ -125,12 +135,13 @@ class PipelineProgram:
         return Pipeline(tuple(starts), objective, bottleneck)
 
 
-def least_sum(planes: Sequence[FloatArray]) -> float:
-    """Return the least sum of as many stages as there are ``planes``, the first of them the last stage's."""
+def least_sum(planes: Sequence[FloatArray], links: Sequence[FloatArray]) -> float:
+    """Return the least sum of as many stages as there are ``planes``, the first of them the last stage's, and of the cuts
+    behind all others."""
     rest = np.full(len(planes[0]), np.inf)
     rest[-1] = 0.0
-    for plane in planes:
-        rest = (plane + rest).min(axis=1)
+    for k, (plane, link) in enumerate(zip(planes, links, strict=True)):
+        rest = (plane + (rest + link if k else rest)).min(axis=1)
     return float(rest[0])
 
 

@@ -304,7 +304,7 @@ class _Survey:
 
     def _solve(self, number: int, bound: float) -> None:
         best = self.best_seconds
-        found = fastest(self._staged[number], best * SLACK, bound, closely=bound < best)
+        found = fastest(self._staged[number], best * SLACK, bound, closely=bound < best < math.inf)
         self._staged.pop(number)
         if found is not None:
             log.debug("%s: %.6g s, not below %.6g s", found.option, found.seconds, bound)

@@ -231,7 +231,25 @@ def _of_units(problem: FeatureProblem, state_prices: FloatArray, held_prices: Fl
         yield _Table((unit.index,), numbers.seconds[:, None] + numbers.bytes[:, None] * price)
 
 
+def wire_seconds(problem: FeatureProblem, wire: int, known: WireTable) -> tuple[tuple[int, ...], FloatArray]:
+    """Return the units that share a wire, rising, and its seconds over their options."""
+    at, needs, units = _along(problem, wire, known)
+    return units, _seconds(known, at, needs)
+
+
 def _of_wire(problem: FeatureProblem, wire: int, known: WireTable, held_prices: FloatArray) -> _Table:
+    at, needs, units = _along(problem, wire, known)
+    seconds = _seconds(known, at, needs)[..., None]
+    copies = _over_needs(known.table.copies, at, needs)[..., None]
+    if not copies.any():
+        return _Table(units, seconds)
+    return _Table(units, seconds + copies * held_prices)
+
+
+def _along(
+    problem: FeatureProblem, wire: int, known: WireTable
+) -> tuple[NDArray[np.intp], list[NDArray[np.intp]], tuple[int, ...]]:
+    """Return a wire's row and columns in its table, each along the axis of its unit, and these units."""
     w = problem.space.wires[wire]
     units = tuple(sorted({w.producer, *(unit for unit, _ in w.readers)}))
     row, columns = _codes(problem, w, known)
@@ -239,13 +257,8 @@ def _of_wire(problem: FeatureProblem, wire: int, known: WireTable, held_prices: 
     def along(codes: NDArray[np.intp], unit: int) -> NDArray[np.intp]:
         return codes.reshape([-1 if u == unit else 1 for u in units])
 
-    at = along(row, w.producer)
     needs = [along(need, unit) for need, (unit, _) in zip(columns, w.readers, strict=True)]
-    seconds = _seconds(known, at, needs)[..., None]
-    copies = _over_needs(known.table.copies, at, needs)[..., None]
-    if not copies.any():
-        return _Table(units, seconds)
-    return _Table(units, seconds + copies * held_prices)
+    return along(row, w.producer), needs, units
 
 
 def _codes(

@@ -125,11 +125,10 @@ class PieceSearch:
             self._costs[kind] = costs_of(self.part(kind), self.cluster)
         return self._costs[kind]
 
-    @phase("recipes")
-    def recipes(
-        self, kind: int, group: GroupKind, job: Job, microbatches: int, prices: Prices, *, again: bool = False
-    ) -> Recipes:
-        """Find the recipes of a class of pieces. ``again``: its ops run again in backward."""
+    def problem(
+        self, kind: int, group: GroupKind, job: Job, microbatches: int, *, again: bool = False
+    ) -> FeatureProblem:
+        """Make the feature-wise problem of a class of pieces. ``again``: its ops run again in backward."""
         space, pins = self._space(kind, group, again=again)
         names = tuple(name for name, _ in group.axes)
         part = PartPlace(group.ranks, names, shared=self.shared.intersection(space.graph.parameters))
@@ -143,7 +142,14 @@ class PieceSearch:
             numbers = numbers if pin is None else restricted(unit, numbers, pin, len(names))
             return self._at_joints(kind, group, unit, numbers)
 
-        problem = build_problem(space, group.mesh, microbatches, setting, self._bridges[group], restrict)
+        return build_problem(space, group.mesh, microbatches, setting, self._bridges[group], restrict)
+
+    @phase("recipes")
+    def recipes(
+        self, kind: int, group: GroupKind, job: Job, microbatches: int, prices: Prices, *, again: bool = False
+    ) -> Recipes:
+        """Find the recipes of a class of pieces; see ``problem``."""
+        problem = self.problem(kind, group, job, microbatches, again=again)
         tables = wire_tables(problem)
         ends = self._ends(kind, problem)
         kept = tuple(unit for unit in ends if unit is not None)

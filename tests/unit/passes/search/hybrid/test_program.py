@@ -85,7 +85,7 @@ def test_a_program_over_less_bounds_it() -> None:
             assert solved(below).run().bound_seconds <= expected[0].objective_seconds
 
 
-def test_the_least_sum_is_over_exactly_so_many_stages() -> None:
+def test_the_least_sum_is_over_exactly_so_many_stages_and_the_cuts_between() -> None:
     for seed in range(40):
         program = random_program(seed)
         count, ends = program.option.stages, range(1, program.pieces)
@@ -93,5 +93,13 @@ def test_the_least_sum_is_over_exactly_so_many_stages() -> None:
         for cut in itertools.combinations(ends, count - 1):
             starts = [0, *cut]
             stages = zip(program.seconds[::-1], starts, [*cut, program.pieces], strict=True)
-            sums.append(sum(float(plane[a, b]) for plane, a, b in stages))
-        assert least_sum(program.seconds) == pytest.approx(min(sums))
+            cuts = zip(program.links[:0:-1], cut, strict=True)
+            sums.append(sum(float(plane[a, b]) for plane, a, b in stages) + sum(float(x[b]) for x, b in cuts))
+        assert least_sum(program.seconds, program.links) == pytest.approx(min(sums))
+
+
+def test_the_bound_at_once_is_below_every_pipeline() -> None:
+    for seed in range(200):
+        program = random_program(seed)
+        if expected := every_pipeline(program):
+            assert program.quick_seconds() <= expected[0].objective_seconds * (1 + 1e-9)
