@@ -37,7 +37,7 @@ def full_bound(staged: Staged[Composed], cutoff_seconds: float, known_seconds: f
     ``known_seconds``: of another option's pipeline, below the cutoff: whether this one can beat it is looked at closely.
     """
     quick = Together(staged, staged.priced(staged.equal_rooms, None))
-    longest = _longest(staged, quick.least(math.inf), cutoff_seconds)
+    longest = _longest(staged, quick.total_seconds, cutoff_seconds)
     alone = staged.alone(longest)
     program = PipelineProgram(staged.option, alone, staged.links)
     bound = best_pipeline(program, cutoff_seconds).bound_seconds
@@ -46,7 +46,7 @@ def full_bound(staged: Staged[Composed], cutoff_seconds: float, known_seconds: f
         together = Together(staged, priced)
         bound = max(bound, together.seconds(alone, cutoff_seconds))
         if bound < known_seconds < math.inf and staged.option.in_pairs:
-            bound = max(bound, _in_pairs(staged, priced, together.least(math.inf), bound, known_seconds))
+            bound = max(bound, _in_pairs(staged, priced, together.total_seconds, bound, known_seconds))
     return min(bound, cutoff_seconds)  # longer stages were left out: they are above the cutoff
 
 

@@ -16,7 +16,6 @@ import heapq
 import math
 from bisect import bisect_left
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import cached_property
 
 import numpy as np
@@ -59,7 +58,6 @@ class Together:
 
     def __init__(self, staged: Staged[Table], priced: Sequence[FloatArray]) -> None:
         """``priced``: of each stage, as ``Composed.priced`` with its share of the group's memory."""
-        self._staged = staged
         self.option, self.tables, self.links = staged.option, staged.tables, staged.links
         self.groups, self.weight, self.priced = staged.groups, staged.weight, priced
         pieces = len(self.links[0]) - 1
@@ -70,7 +68,12 @@ class Together:
 
     def quick_seconds(self) -> float:
         """Return a bound at once, as if the longest stage were as long as it has to be."""
-        return self.option.fill * self.least(math.inf) + self.weight * self._longest_seconds
+        return self.option.fill * self.total_seconds + self.weight * self._longest_seconds
+
+    @cached_property
+    def total_seconds(self) -> float:
+        """Return what stages and cuts add up to at least, however long they are."""
+        return self.least(math.inf)
 
     def seconds(self, alone: Sequence[FloatArray], cutoff_seconds: float) -> float:
         """Return the bound, or one that is not below ``cutoff_seconds``.
@@ -78,7 +81,7 @@ class Together:
         ``alone``: planes of stages that have their devices for themselves; none takes less than there.
         """
         fill, weight = self.option.fill, self.weight
-        whole = self.least(math.inf)
+        whole = self.total_seconds
         lo = self._longest_seconds
         hi = max(lo, (cutoff_seconds - fill * whole) / weight if weight > 0 else math.inf)
         if math.isinf(hi):
@@ -97,9 +100,11 @@ class Together:
     def _longest_seconds(self) -> float:
         """Return what the longest stage takes at least: what they take on average, or what the first may wait for."""
         option = self.option
-        free = Together(replace(self._staged, links=[np.zeros_like(x) for x in self.links]), self.priced)
-        mean, held = free.least(math.inf) / option.stages, option.in_flight[-1]
-        return max(mean, self.least(math.inf) / (held * option.chunks) if held < option.microbatches else 0.0)
+        total = self.total_seconds
+        free = [np.zeros(end.stop - end.start) for _, end in self._joints]
+        (stages,) = self._values([self._falling(*self._at)], math.inf, (), free)
+        mean, held = stages / option.stages, option.in_flight[-1]
+        return max(mean, total / (held * option.chunks) if held < option.microbatches else 0.0)
 
     def least(self, most_seconds: float, alone: Sequence[FloatArray] = ()) -> float:
         """Return what the stages and cuts of a pipeline add up to at least, none longer than ``most_seconds``."""
@@ -110,20 +115,20 @@ class Together:
         links = [np.where(link <= most_seconds, link, np.inf) for link in cuts]
         known: dict[Scales, float] = {}
 
-        def value(scales: Scales) -> float:
-            if scales not in known:
-                known[scales] = self._value(scales, most_seconds, alone, links)
-            return known[scales]
+        def values(every: Sequence[Scales]) -> list[float]:
+            left = [scales for scales in dict.fromkeys(every) if scales not in known]
+            if left:
+                known.update(zip(left, self._values(left, most_seconds, alone, links), strict=True))
+            return [known[scales] for scales in every]
 
         first, last = (min(at, top) for at in self._at)
-        best = value(self._falling(first, last))
+        (best,) = values([self._falling(first, last)])
         step = 4
         while step:
             near = [(first + step, last + step), (first - step, last - step)]
             near += [(first + step, last), (first - step, last), (first, last + step), (first, last - step)]
-            found = max(
-                (value(self._falling(*pair)), pair) for pair in near if 0 <= min(pair) <= max(pair) <= top
-            )
+            near = [pair for pair in near if 0 <= min(pair) <= max(pair) <= top]
+            found = max(zip(values([self._falling(*pair) for pair in near]), near, strict=True))
             if found[0] > best:
                 best, (first, last) = found
             else:
@@ -138,8 +143,8 @@ class Together:
             for group in range(len(scales)):
                 for other in (scales[group] + 1, scales[group] - 1):
                     moved = (*scales[:group], other, *scales[group + 1 :])
-                    if 0 <= other <= top and value(moved) > best * (1 + 1e-6):
-                        best, scales, changed = value(moved), moved, True
+                    if 0 <= other <= top and values([moved])[0] > best * (1 + 1e-6):
+                        (best,), scales, changed = values([moved]), moved, True
                         break
         return best
 
@@ -148,21 +153,26 @@ class Together:
         groups = self.option.groups
         return tuple(round(first + (last - first) * group / max(1, groups - 1)) for group in range(groups))
 
-    def _value(
+    def _values(
         self,
-        scales: Scales,
+        every: Sequence[Scales],
         most_seconds: float,
         alone: Sequence[FloatArray],
         links: Sequence[FloatArray],
-    ) -> float:
-        """[price of each group] the least sum over cuts. ``links``: seconds of those at each stage's ends."""
-        rest = np.full_like(links[0], np.inf)
-        rest[-1] = 0.0
+    ) -> list[float]:
+        """Return for each of several prices of the groups the least sum over cuts. ``links``: seconds of those at each
+        stage's ends."""
+        rest = np.full((len(every), len(links[0])), np.inf)
+        rest[:, -1] = 0.0
         for k, (group, (begin, end)) in enumerate(zip(self.groups, self._joints, strict=True)):
             if k:
                 rest = rest + links[k]
-            rest = (self._plane(k, scales[group], most_seconds, alone)[begin, end] + rest).min(axis=1)
-        return float(rest[0])
+            number: dict[int, int] = {}
+            at = [number.setdefault(scales[group], len(number)) for scales in every]
+            planes = [self._plane(k, scale, most_seconds, alone)[begin, end] for scale in number]
+            own = planes[0] if len(planes) == 1 else np.stack(planes)[at]
+            rest = (own + rest[:, None, :]).min(axis=-1)
+        return [float(total) for total in rest[:, 0]]
 
     def _plane(self, stage: int, scale: int, most_seconds: float, alone: Sequence[FloatArray]) -> FloatArray:
         """[first piece, last + 1] the cost of a stage at one price."""
