@@ -140,11 +140,13 @@ def survey_meshes(
     again: Regions = (),
     pins: Mapping[str, Pin] | None = None,
     known_seconds: float = math.inf,
+    closely_seconds: float = math.inf,
 ) -> MeshSurvey:
     """Search all meshes and micro-batch counts, with the blocks of ``again`` computed again in backward.
 
     ``discovery``: where the choices of ops without a rule come from. ``pins``: the request's, where they are resolved.
-    ``known_seconds``: only what costs less is looked for. Raises ``UsageError`` for what cannot hold.
+    ``known_seconds``: only what costs less is looked for; ``closely_seconds``: only what may cost less than that is looked
+    for with integer programs, beyond it the best of the quick steps will do. Raises ``UsageError`` for what cannot hold.
     """
     started = time.perf_counter()
     limit = request.time_limit_seconds
@@ -154,7 +156,7 @@ def survey_meshes(
     marks = {node: pin.mark for node, pin in pins.items()}
     space = feature_graph(graph, costs, discovery.choices, marks, again)
     setting = Setting(cluster, request.job, request.reserved_bytes, again, request.part)
-    search = _MeshSearch(space, setting, pins, deadline, known_seconds)
+    search = _MeshSearch(space, setting, pins, deadline, known_seconds, closely_seconds)
     counts = _counts(graph, request)
     best = search.run(meshes(cluster, request.max_axes, request.mesh, request.part), counts)
     log.info("feature search: %d problems in %.2f s", len(search.tried), time.perf_counter() - started)
@@ -233,9 +235,9 @@ class _MeshSearch:
 
     def __init__(
         self, space: FeatureGraph, setting: Setting, pins: Mapping[str, Pin], deadline: float,
-        cutoff_seconds: float = math.inf,
+        cutoff_seconds: float = math.inf, closely_seconds: float = math.inf,
     ) -> None:  # fmt: skip
-        self.cutoff_seconds = cutoff_seconds
+        self.cutoff_seconds, self.closely_seconds = cutoff_seconds, closely_seconds
         self.space, self.setting, self.pins, self.deadline = space, setting, pins, deadline
         self.capacity = setting.capacity_bytes
         self.tried: list[MeshTried] = []
@@ -274,7 +276,7 @@ class _MeshSearch:
             elif late:
                 search.out_of_time = True
                 self._close(trial, search)
-            elif search.is_over(self.known_seconds):
+            elif search.is_over(self.known_seconds) or search.will_do(self.closely_seconds):
                 self._close(trial, search)
             else:
                 search.advance(self.known_seconds, self.deadline)

@@ -108,6 +108,7 @@ class MeshProvider:
         survey = survey_meshes(
             judge.graph, judge.costs, judge.cluster, request, Discovery.stored(),
             regions_of(judge.graph, blocks), known_seconds=known_seconds * self.slack,
+            closely_seconds=known_seconds,
         )  # fmt: skip
         self._surveys.append(survey)
         if survey.failure is not None:

@@ -70,8 +70,17 @@ class ProblemSearch:
     def advance(self, known_seconds: float, deadline: float) -> None:
         self._steps.pop(0)(known_seconds, deadline)
 
+    @property
+    def comes_to_programs(self) -> bool:
+        """True if what is left to do is to solve integer programs, which takes longest."""
+        return bool(self._steps) and self._steps[0] == self._core
+
     def is_over(self, known_seconds: float) -> bool:
         return not self._steps or not self.possible or self.is_proved() or self.is_bounded(known_seconds)
+
+    def will_do(self, closely_seconds: float) -> bool:
+        """Tell whether only integer programs are left, and nothing costs less than what is worth them."""
+        return self.comes_to_programs and self.bound >= closely_seconds
 
     def is_bounded(self, known_seconds: float) -> bool:
         return self.bound >= known_seconds * (1 - TUNING.solved)
@@ -82,10 +91,11 @@ class ProblemSearch:
     def result(self, known_seconds: float) -> Solved:
         if not self.possible:
             return Solved(None, math.inf, math.inf, math.inf, "infeasible")
-        status = "time limit" if self.out_of_time else "optimal"
+        left = self.comes_to_programs and not self.out_of_time
         if self.best is None or self.best[0].seconds >= known_seconds:
-            status = "bounded" if self.is_bounded(known_seconds) else "time limit"
+            status = "bounded" if left or self.is_bounded(known_seconds) else "time limit"
             return Solved(None, math.inf, math.inf, self.bound, status)
+        status = "time limit" if self.out_of_time else "bounded" if left and not self.is_proved() else "optimal"
         cost, chosen = self.best
         options = tuple(int(u.index[k]) for u, k in zip(self.problem.units, chosen, strict=True))
         bound = min(self.bound, cost.seconds)
