@@ -146,6 +146,11 @@ class _Search:
                 break
             if proposal.seconds > provider.slack * self.known_seconds or self._is_slower(provider, proposal):
                 continue
+            if (
+                len(tried) >= provider.simulated_first
+                and proposal.seconds * _least_ratio(tried) >= self.best_seconds
+            ):
+                continue
             if proposal.option in overflowing:
                 waiting.append(proposal)
                 continue
@@ -220,6 +225,11 @@ class _Search:
             search_seconds=time.perf_counter() - self.started,
             terms=terms,
         )
+
+
+def _least_ratio(tried: Sequence[Judged[Any]]) -> float:
+    """Return the least simulated / surrogate seconds."""
+    return min(own.simulated.step_seconds / own.proposal.seconds for own in tried)
 
 
 def _later(deadline: float, share: float) -> float:

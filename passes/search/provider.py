@@ -94,6 +94,11 @@ class Provider(Protocol[SolvedT]):
     slack: float
     """Proposals whose surrogate is above that of the fastest step so far by this factor are not simulated."""
 
+    @property
+    def simulated_first(self) -> int:
+        """Proposals that are simulated whatever came of others; of the rest, those that win if their simulation is as far
+        below the surrogate as any of these."""
+
     def proposals(self, known_seconds: float, room: float, deadline: float) -> Sequence[Proposal[SolvedT]]:
         """Solve all options that may be faster than ``known_seconds`` by surrogate; return what to simulate, in that order.
 

@@ -53,6 +53,7 @@ class MeshProvider:
     words = "one stage on all devices"
     objective = OBJECTIVE
     quickly_bounded = False
+    simulated_first = 2
     slack = SLACK
     _surveys: list[MeshSurvey] = field(default_factory=list)
     _failures: list[InfeasibleError | TimeLimitError] = field(default_factory=list)

@@ -95,7 +95,9 @@ class ProblemSearch:
         if self.best is None or self.best[0].seconds >= known_seconds:
             status = "bounded" if left or self.is_bounded(known_seconds) else "time limit"
             return Solved(None, math.inf, math.inf, self.bound, status)
-        status = "time limit" if self.out_of_time else "bounded" if left and not self.is_proved() else "optimal"
+        status = (
+            "time limit" if self.out_of_time else "bounded" if left and not self.is_proved() else "optimal"
+        )
         cost, chosen = self.best
         options = tuple(int(u.index[k]) for u, k in zip(self.problem.units, chosen, strict=True))
         bound = min(self.bound, cost.seconds)

@@ -44,6 +44,11 @@ class LayerProvider:
     slack = TUNING.one_of_each
     _results: list[Sequence[OptionResult]] = field(default_factory=list)
 
+    @property
+    def simulated_first(self) -> int:
+        """All: schedules differ in how far off the surrogate is."""
+        return self.request.simulations
+
     @cached_property
     def search(self) -> LayerSearch:
         """The search of the request."""
