@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import random
 import threading
 from collections.abc import Callable, Iterator
@@ -128,6 +129,17 @@ class Cycle(Block):
 @pytest.mark.parametrize("block", [Dropping, InPlace, SameTensor, Views, Recomputed, Cycle])
 def test_written_blocks_are_what_their_run_would_be(block: type[Block]) -> None:
     _check(Tower(block), LAYERS - 2)
+
+
+def test_a_callback_of_the_collector_is_no_code_of_the_blocks() -> None:
+    def collected(phase: str, info: Any) -> None:
+        """Do nothing."""
+
+    gc.callbacks.append(collected)
+    try:
+        _check(Tower(Cycle), LAYERS - 2)
+    finally:
+        gc.callbacks.remove(collected)
 
 
 class ReadsNumber(Block):
