@@ -21,6 +21,7 @@ import cyclopts
 from cost_models.errors import InternalError, PartitionerError, UsageError
 from partitioner.commands import plan_graph
 from partitioner.commands.options import discard_stdout, progress, report
+from runtime.collector import collector_paused
 
 COMMANDS = {
     "plan": (
@@ -135,7 +136,8 @@ def _import_command(arguments: Sequence[str]) -> None:
     """Import what the command needs, with a line that says so: torch alone takes a second or more."""
     name = next((argument for argument in arguments if not argument.startswith("-")), None)
     if name in COMMANDS:
-        with progress("importing torch"):
+        # The collector would walk all of torch's objects again and again.
+        with progress("importing torch"), collector_paused():
             import_module(f"partitioner.commands.{COMMANDS[name][0].partition(':')[0]}")
 
 

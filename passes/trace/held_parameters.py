@@ -17,6 +17,9 @@ from torch.overrides import TorchFunctionMode
 from cost_models.errors import ModelError
 from passes.graph.user_code import caller
 
+_SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
+_GET_DATA = Tensor.data.__get__  # type: ignore[attr-defined]
+
 
 class HeldParameters(TorchFunctionMode):
     """A mode in which every parameter of ``model`` is what its module has at the time."""
@@ -24,7 +27,7 @@ class HeldParameters(TorchFunctionMode):
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self._places: dict[int, tuple[nn.Parameter, Mapping[str, Any], str]] = {}
-        """The tables in which parameters stand, by the parameters' ``id``."""
+        """The tables in which parameters stand, by the parameters' ``id``; the parameters live as long."""
         for module in model.modules():
             for name, parameter in module._parameters.items():
                 if parameter is not None:
@@ -38,19 +41,17 @@ class HeldParameters(TorchFunctionMode):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         options = {name: self._current(value) for name, value in (kwargs or {}).items()}
-        if func == Tensor.data.__set__:  # type: ignore[attr-defined]
+        if func == _SET_DATA:
             return _written(*(self._current(argument) for argument in args))
-        if func == Tensor.data.__get__:  # type: ignore[attr-defined]
+        if func == _GET_DATA:
             func = Tensor.detach  # the same memory; read as it is, it would be a constant of the graph
         return func(*(self._current(argument) for argument in args), **options)
 
     def _current(self, value: Any) -> Any:
         if type(value) in (list, tuple):
             return type(value)(self._current(item) for item in value)
-        if not isinstance(value, nn.Parameter) or id(value) not in self._places:
-            return value
-        _, table, name = self._places[id(value)]
-        return table.get(name, value)
+        place = self._places.get(id(value))
+        return value if place is None else place[1].get(place[2], value)
 
 
 def _written(tensor: Tensor, new: Tensor) -> None:

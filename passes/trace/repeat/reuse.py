@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import sys
+import types
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -189,16 +190,24 @@ class Reuse:
             before = call.globals(codes)
         except UnknownError as reason:
             return self._refused(kind, call, reason)
-        with watch_reads(call.block) as reads, watch_rest() as done, watch_code() as called:
-            result, recorded = record(call.tracer, call.path, seen, self._mode, call.run)
+        called: set[types.CodeType] = set()
+
+        def run() -> Any:
+            with watch_code() as noted:  # not around what is asked of the run afterwards
+                result = call.run()
+            called.update(noted)
+            return result
+
+        with watch_reads(call.block) as reads, watch_rest() as done:
+            result, recorded = record(call.tracer, call.path, seen, self._mode, run)
         try:
             if isinstance(recorded, NotRepeatableError):
                 raise recorded
             if done:
                 raise NotRepeatableError(f"it {done[0]}")
-            if not called.keys() <= codes.keys():
+            if more := called - codes.keys():
                 raise NotRepeatableError(
-                    f"it calls {next(iter(called.keys() - codes.keys())).co_qualname}, which the block before did not"
+                    f"it calls {next(iter(more)).co_qualname}, which the block before did not"
                 )
             after = call.look()
             if (after.call, after.attributes, call.globals(codes)) != (seen.call, seen.attributes, before):

@@ -10,7 +10,7 @@ import dis
 import sys
 import sysconfig
 import types
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
@@ -22,10 +22,12 @@ import sympy
 import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as torch_modules
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from passes.graph.user_code import OURS, TORCH
 from passes.trace.draws import states_of_generators
+from passes.trace.held_parameters import HeldParameters
 from passes.trace.noted import same
 from passes.trace.python_state import names_in
 from passes.trace.repeat.values import UNREAD, Describer, Description, Same, UnknownError, tensor_words
@@ -203,9 +205,13 @@ def modes_now() -> Description:
         torch._C._get_mem_efficient_sdp_enabled(),
         torch._C._get_deterministic_algorithms(),
         tuple(map(Same, _get_current_dispatch_mode_stack())),
-        tuple(Same(torch._C._get_function_stack_at(n)) for n in range(torch._C._len_torch_function_stack())),
+        tuple(map(Same, _function_modes())),
         tuple(tuple(table) for table in hooks),
     )
+
+
+def _function_modes() -> list[Any]:
+    return [torch._C._get_function_stack_at(n) for n in range(torch._C._len_torch_function_stack())]
 
 
 def _callers() -> Description:
@@ -231,12 +237,56 @@ def watch_code() -> Iterator[dict[types.CodeType, Mapping[str, Any]]]:
             codes[frame.f_code] = frame.f_globals
 
     found: dict[types.CodeType, Mapping[str, Any]] = {}
-    sys.setprofile(called)
-    try:
-        yield found
-    finally:
+    with _TorchUnwatched(called):
+        sys.setprofile(called)
+        try:
+            yield found
+        finally:
+            sys.setprofile(None)
+            found.update({c: table for c, table in codes.items() if _is_models(c.co_filename)})
+
+
+class _TorchUnwatched(TorchFunctionMode):
+    """A mode in which ``called`` is not told of the calls inside torch's own functions, thousands for every operation.
+
+    None of them is the model's, unless it is registered as an operation, reached through an argument, or a mode.
+    """
+
+    def __init__(self, called: Callable[[types.FrameType, str, Any], None]) -> None:
+        super().__init__()
+        self._called = called
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Iterable[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        options = dict(kwargs or {})
+        code = getattr(func, "__code__", None)
+        modes = (*_get_current_dispatch_mode_stack(), *_function_modes())
+        if (
+            isinstance(func, torch._ops.OperatorBase | torch._ops.OpOverloadPacket)
+            or (code is not None and not code.co_filename.startswith(TORCH))
+            or not all(map(_of_torch, types))
+            or not all(_of_torch(type(mode)) or type(mode) is HeldParameters for mode in modes)
+            or not all(map(_calls_nothing, (*args, *options.values())))
+        ):
+            return func(*args, **options)
         sys.setprofile(None)
-        found.update({c: table for c, table in codes.items() if _is_models(c.co_filename)})
+        try:
+            return func(*args, **options)
+        finally:
+            sys.setprofile(self._called)
+
+
+def _calls_nothing(value: object) -> bool:
+    """Tell whether an argument is a tensor, a number, or the like: nothing that has code of the model's."""
+    if type(value) in (tuple, list):
+        return all(map(_calls_nothing, value))  # type: ignore[call-overload]
+    kind = type(value)
+    return (kind.__module__ == "builtins" or _of_torch(kind)) and not callable(value)
 
 
 def _is_models(file: str) -> bool:

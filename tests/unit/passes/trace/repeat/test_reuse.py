@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import random
 import threading
 from collections.abc import Callable, Iterator
@@ -13,6 +14,7 @@ import pytest
 import torch
 import transformers
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 import tests.support.switches
 from partitioner.models.hugging_face import build, example_batch
@@ -129,6 +131,17 @@ def test_written_blocks_are_what_their_run_would_be(block: type[Block]) -> None:
     _check(Tower(block), LAYERS - 2)
 
 
+def test_a_callback_of_the_collector_is_no_code_of_the_blocks() -> None:
+    def collected(phase: str, info: Any) -> None:
+        """Do nothing."""
+
+    gc.callbacks.append(collected)
+    try:
+        _check(Tower(Cycle), LAYERS - 2)
+    finally:
+        gc.callbacks.remove(collected)
+
+
 class ReadsNumber(Block):
     """Is another function in every second layer."""
 
@@ -155,6 +168,33 @@ class ReadsGlobal(Block):
 
     def inner(self, x: Tensor, *more: Any) -> Tensor:
         return super().inner(x) * FLAG[0]
+
+
+def _flagged_distance(x: Tensor, y: Tensor) -> Tensor:
+    return (x - y).square().sum(-1, keepdim=True) * FLAG[0]
+
+
+class GivesFunction(Block):
+    """Gives a function of torch's one that reads a list of the file."""
+
+    def inner(self, x: Tensor, *more: Any) -> Tensor:
+        return nn.functional.triplet_margin_with_distance_loss(
+            x, super().inner(x), -x, distance_function=_flagged_distance, reduction="none"
+        )
+
+
+class _Flagged(TorchFunctionMode):
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        return result * FLAG[0] if func is torch.relu else result
+
+
+class UnderMode(Tower):
+    """Runs under a mode that reads a list of the file."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        with _Flagged():
+            return super().forward(x)
 
 
 class ReadsClass(Block):
@@ -320,6 +360,7 @@ def _set_class(model: Any, number: int) -> Any:
         (ReadsAllAttributes, None, {}),
         (ReadsByName, None, {}),
         (ReadsGlobal, _set_flag, {}),
+        (GivesFunction, _set_flag, {}),
         (ReadsWord, _set_word, {}),
         (ReadsThread, _set_own, {}),
         (ReadsModule, _set_module, {}),
@@ -338,6 +379,10 @@ def _set_class(model: Any, number: int) -> Any:
 )
 def test_blocks_that_might_differ_run_every_time(block: type[Block], between: Any, config: Any) -> None:
     _check(Tower(block, between, **config), 0)
+
+
+def test_blocks_under_a_mode_that_might_differ_run_every_time() -> None:
+    _check(UnderMode(Block, _set_flag), 0)
 
 
 @pytest.mark.parametrize(
