@@ -78,11 +78,12 @@ class StageSearch:
 
     def shard(self, stages: Sequence[StageWish]) -> dict[int, StageSharded]:
         """Shard every stage that several devices share. All stages of a group are on one mesh, on which a value or a part
-        of the batch arrives in one layout."""
+        of the batch arrives in one layout. What is fixed of everything must hold in one stage, in others where it can."""
         found: dict[int, StageSharded] = {}
         meshes: dict[tuple[int, ...], tuple[int, ...]] = {}
         settled: dict[tuple[str, str, tuple[int, ...]], tuple[Placements, Placements]] = {}
         leaving: dict[str, Layout] = {}
+        asked, refused = 0, list[UsageError]()
         for number, stage in enumerate(stages):
             if len(stage.group) == 1:
                 continue
@@ -95,7 +96,13 @@ class StageSearch:
             pins = pins_of_part(part, stage.pins, arriving, self.shared)
             try:
                 shares = {n: returned_share(leaving.get(n), len(stage.group)) for n in _values_of(part)}
-                own = self._sharded(part, replace(stage, pins=pins), meshes.get(stage.group), shares)
+                asked += any(map(_is_about, pins.values()))
+                try:
+                    own = self._sharded(part, replace(stage, pins=pins), meshes.get(stage.group), shares)
+                except UsageError as error:
+                    pins = {node: _where_it_can(pin) for node, pin in pins.items()}
+                    own = self._sharded(part, replace(stage, pins=pins), meshes.get(stage.group), shares)
+                    refused.append(error)
             except (UsageError, InfeasibleError, TimeLimitError) as error:
                 because = [f"on {counted(len(stage.group), 'device')}: {error.what}", *error.because]
                 raise type(error)(f"cannot shard stage {number}", because, error.suggestions) from error
@@ -111,6 +118,9 @@ class StageSearch:
                 )
             made = {output.name for output in part.outputs if output.kind == "value"}
             leaving |= {n: Layout(own.placement.mesh, own.placement.values[n]) for n in made}
+        if refused and len(refused) == asked:
+            first = refused[0]
+            raise UsageError("cannot shard any stage so", [first.what, *first.because], first.suggestions)
         return {k: _with_batch(own, stages[k].group, settled) for k, own in found.items()}
 
     def _part(self, ops: tuple[str, ...]) -> OpGraph:
@@ -174,6 +184,20 @@ class StageSearch:
         outside = {group[0] - 1, group[-1] + 1} & set(range(self.cluster.world_size))
         paths = [self.cluster.path(min(group, key=lambda r, o=other: abs(r - o)), other) for other in outside]  # type: ignore[misc]
         return max((1.0 / path.bandwidth_bytes_per_second for path in paths), default=0.0)
+
+
+def _is_about(pin: Pin) -> bool:
+    """Tell whether a pattern of everything is about this node."""
+    return pin.pattern and pin.glob == "*" and any(rule is not None and rule.essential for rule in pin.rules)
+
+
+def _where_it_can(pin: Pin) -> Pin:
+    """Make a pattern of everything one that need not hold: a head alone has no rows to follow its columns."""
+    if not _is_about(pin):
+        return pin
+    return replace(
+        pin, rules=tuple(None if rule is None else replace(rule, essential=False) for rule in pin.rules)
+    )
 
 
 def returned_share(leaving: Layout | None, ranks: int) -> float:

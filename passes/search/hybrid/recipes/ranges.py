@@ -3,7 +3,7 @@
     least(B B B)[arrives, leaves] = min over the layouts between of least(B) + least(B) + least(B)
 
 Ranges of equal pieces are one: 80 equal layers between an embedding and a head make 241 unlike ranges, not 3,403. The
-amounts (seconds, bytes) of the cheapest way go along, and so does the way: which layout at which joint.
+amounts (seconds, bytes) of the cheapest way go along; which layout it has at which joint, ``walk`` finds again.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 import numpy as np
-from numpy.typing import NDArray
 
 from cost_models.arrays import FloatArray, IntArray
 from passes.search.hybrid.recipes.pieces import Recipes
@@ -30,10 +29,6 @@ class _Grown:
 
     least: FloatArray
     amounts: FloatArray
-    before: NDArray[np.intp]
-    """The layout at the joint before the last piece."""
-    parent: IntArray
-    """[ranges] which range of the length before each continues."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -45,22 +40,6 @@ class Ranges:
     """[unlike ranges, prices] seconds per step and what memory costs: no way is below."""
     amounts: FloatArray
     """[rows, unlike ranges, prices] of the ways that are chosen."""
-    _levels: tuple[_Grown, ...]
-    _place: tuple[tuple[int, int], ...]
-    """Per unlike range: its length, and its place among those of the length."""
-    _end: NDArray[np.intp]
-    """[unlike ranges, prices] the layout that it ends in."""
-
-    def layouts(self, range_number: int, price: int) -> list[int]:
-        """List the numbers of the layouts at the joints of a range: before its first piece, between, after its last."""
-        length, place = self._place[range_number]
-        at = int(self._end[range_number, price])
-        found = [at]
-        for level in reversed(self._levels[:length]):
-            at = int(level.before[place, price, at])
-            found.append(at)
-            place = int(level.parent[place])
-        return found[::-1]
 
 
 class Layouts:
@@ -120,33 +99,21 @@ def ranges_of(
     )  # [rows, kinds, prices, arrives, leaves]
     prices = least.shape[1]
     number, unlike = _unlike(tuple(kinds))
-    levels: list[_Grown] = []
+    grown: _Grown | None = None
     closed: list[FloatArray] = []
-    ends: list[NDArray[np.intp]] = []
     cheapest: list[FloatArray] = []
-    place: list[tuple[int, int]] = []
-    for length, (parents, added) in enumerate(unlike, start=1):
+    for parents, added in unlike:
         grown = (
             _first(least[added], amounts[:, added], arriving_cost[added])
-            if length == 1
-            else _next(levels[-1], parents, least[added], amounts[:, added])
+            if grown is None
+            else _next(grown, parents, least[added], amounts[:, added])
         )
-        levels.append(grown)
-        place += [(length, i) for i in range(len(added))]
         total = grown.least + leaving_cost[added][:, None, :]
         end = total.argmin(axis=-1)
-        ends.append(end)
         cheapest.append(total.min(axis=-1))
         closed.append(np.take_along_axis(grown.amounts, end[None, :, :, None], axis=-1)[..., 0])
     assert prices == closed[0].shape[-1]
-    return Ranges(
-        number,
-        np.concatenate(cheapest),
-        np.concatenate(closed, axis=1),
-        tuple(levels),
-        tuple(place),
-        np.concatenate(ends),
-    )
+    return Ranges(number, np.concatenate(cheapest), np.concatenate(closed, axis=1))
 
 
 @lru_cache(maxsize=16)
@@ -232,8 +199,6 @@ def _first(least: FloatArray, amounts: FloatArray, arriving: FloatArray) -> _Gro
     return _Grown(
         np.take_along_axis(total, before[:, :, None], axis=2)[:, :, 0],
         np.take_along_axis(amounts, before[None, :, :, None], axis=3)[:, :, :, 0],
-        before,
-        np.full(len(least), -1),
     )
 
 
@@ -247,4 +212,4 @@ def _next(shorter: _Grown, parents: IntArray, least: FloatArray, amounts: FloatA
     summed = so_far + added
     summed[BUFFER] = np.maximum(so_far[BUFFER], added[BUFFER])
     summed[SAVED] = np.maximum(so_far[SAVED], added[SAVED])
-    return _Grown(np.take_along_axis(total, before[:, :, None], axis=2)[:, :, 0], summed, before, parents)
+    return _Grown(np.take_along_axis(total, before[:, :, None], axis=2)[:, :, 0], summed)

@@ -72,15 +72,29 @@ def decoded(model: str, option: GroupOption) -> Iterator[tuple[SolvedOption, Dec
             yield solved, own.decode(solved, one_queue=True)
 
 
+def gains_by_recomputing(own: GroupSearch, solved: SolvedOption) -> bool:
+    """Tell whether the fullest stage would need less with its blocks computed again.
+
+    Running one again makes anew all that it keeps: a stage gains that holds two blocks, or one of two micro-batches.
+    """
+    option, starts = solved.option, solved.pipeline.starts
+    ends, held = (*starts[1:], len(own.pieces)), option.in_flight[::-1]
+    needed = [needed_bytes(steps, count) for steps, count in zip(solved.steps, held, strict=True)]
+    fullest = needed.index(max(needed))
+    blocks = sum(map(bool, own.pieces.blocks[starts[fullest] : ends[fullest]]))
+    return blocks * held[fullest] > 1
+
+
 @pytest.mark.parametrize(
     ("model", "kind"), thinned([(model, kind) for model in MODELS for kind in KINDS], SHOWN)
 )
 def test_the_search_s_objective_and_memory_are_those_of_every_op(model: str, kind: str) -> None:
     own = search(model)
     cost = CandidateCost(own.pieces, own.cluster, own.job, own.piece_search.shared)
-    tight = 0
+    tight, may_gain = 0, False
     for option in options_of(model, kind):
-        for solved, found in decoded(model, option):
+        for number, (solved, found) in enumerate(decoded(model, option)):
+            may_gain |= number == 0 and gains_by_recomputing(own, solved)
             assert not found.unlike
             evaluated = cost.evaluated(found.candidate, found.values)
             assert evaluated.objective_seconds == pytest.approx(solved.seconds, rel=1e-9)
@@ -100,7 +114,7 @@ def test_the_search_s_objective_and_memory_are_those_of_every_op(model: str, kin
                 zero and any(isinstance(p, Shard) for p in kept)
             )
     # stages that share a device may fit to the last without either
-    assert tight or kind == "interleaved", (
+    assert tight or kind == "interleaved" or not may_gain, (
         "short of memory, blocks are computed again, or replicas keep parts"
     )
 

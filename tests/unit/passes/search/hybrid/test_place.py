@@ -221,3 +221,28 @@ def test_a_way_whose_search_is_cut_off_leaves_the_others(
     monkeypatch.setattr(stages, "place_features", once_cut_off)
     assert planned(graph, "pipeline=2 tensor=2", 4).outcome.best.fits
     assert len(set(asked)) > 1
+
+
+class Headed(nn.Module):
+    """Two products and a head of 5 classes, which 4 devices cannot share."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.up, self.down, self.head = nn.Linear(8, width), nn.Linear(width, 8), nn.Linear(8, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.cross_entropy(
+            self.head(self.down(self.up(x).relu())).flatten(0, 1), x[..., 0].flatten().long()
+        )
+
+
+def test_a_degree_must_hold_in_one_stage_and_in_others_where_it_can() -> None:
+    example = {"x": torch.rand(SAMPLES, 4, 8)}
+    found = planned(
+        trace(Headed(16), example, loss_reduction="mean"), "pipeline=2 tensor=4 borders=head"
+    ).outcome.best
+    first, second = (found.candidate.shardings[number] for number in range(2))
+    assert first.stored["up.weight"] == (Shard(0),)
+    assert second.stored["head.weight"] == (Replicate(),)
+    with pytest.raises(UsageError, match="cannot shard any stage so"):
+        planned(trace(Headed(5), example, loss_reduction="mean"), "pipeline=2 tensor=4 borders=down")
