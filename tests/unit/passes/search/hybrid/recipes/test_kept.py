@@ -1,0 +1,54 @@
+"""Ways to keep parameters: no recipe of a piece takes less than one replica's, and the cheapest of these on top."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from benchmarks.feature_matrix import load
+from cost_models.cluster import ClusterSpec
+from passes.lower.job import Job
+from passes.search.hybrid.floors import MANY
+from passes.search.hybrid.recipes.joints import pieces_of
+from passes.search.hybrid.recipes.kept import kept
+from passes.search.hybrid.recipes.pieces import GroupKind, PieceSearch, Prices
+
+PRICES = np.array([0.0, 1e-14, 1e-12, 1e-10, 1e-8])
+"""Seconds per byte: from where parameters are kept whole to where they are kept in parts."""
+
+
+@pytest.mark.parametrize("model", ["gpt2", "t5"])
+@pytest.mark.parametrize(("replicas", "tensor"), [(4, 1), (2, 2), (8, 1), (1, 4)])
+def test_no_recipe_is_below(model: str, replicas: int, tensor: int) -> None:
+    search = PieceSearch(pieces_of(load(model)[1]), ClusterSpec.parse("dgx-h100:1"), frozenset())
+    ranks, samples, m = tuple(range(replicas * tensor)), 16, 4
+    group, one = GroupKind(ranks, replicas, tensor), GroupKind(ranks[:tensor], 1, tensor)
+    free = Prices(np.zeros(1), np.zeros(1))
+    for kind in range(len(search.pieces.first)):
+        many = Job(samples // replicas * MANY)
+        alone = search.recipes(kind, one, many, MANY, free).least.min() / MANY
+        priced = Prices(PRICES * m, np.zeros(len(PRICES)))
+        own = search.recipes(kind, group, Job(samples * m), m, priced).least.min(axis=(1, 2)) / m
+        ways = kept(search, kind, group, Job(samples * m), samples)
+        least = ways.least(m, PRICES)
+        assert (alone + least <= own * (1 + 1e-9)).all()
+        if len(ways.begins):
+            assert least[0] > 0  # gradients are summed, parameters updated, whatever memory costs
+            assert (np.diff(least) > 0).all()
+
+
+def test_dearer_memory_brings_parts() -> None:
+    search = PieceSearch(pieces_of(load("gpt2")[1]), ClusterSpec.parse("dgx-h100:1"), frozenset())
+    ways = kept(search, 1, GroupKind(tuple(range(8)), 8, 1), Job(64), 16)
+    slope = np.diff(ways.least(4, PRICES)) / np.diff(PRICES)  # bytes of the cheapest ways
+    assert (np.diff(slope) <= slope[:-1] * 1e-9).all()
+    assert slope[-1] < slope[0] / 4
+
+
+def test_a_class_without_parameters_costs_nothing() -> None:
+    search = PieceSearch(pieces_of(load("gpt2")[1]), ClusterSpec.parse("dgx-h100:1"), frozenset())
+    ways = kept(search, 0, GroupKind((0, 1), 2, 1), Job(64), 16)
+    none = replace(ways, begins=ways.begins[:0])
+    assert (none.least(4, PRICES) == 0).all()
