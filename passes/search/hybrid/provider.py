@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from cost_models.errors import InfeasibleError, InternalError, PartitionerError
 from passes.lower.candidate import Candidate
-from passes.search.certificate import BoundTerm
+from passes.search.certificate import NAMED, BoundTerm
 from passes.search.fastest import ROOM_LEFT, share_of_need, until_it_fits
 from passes.search.feature.result import origins_of
 from passes.search.hybrid.evaluate import AGREEMENT, CandidateCost, check_agreement
@@ -21,8 +21,6 @@ from passes.search.provider import Judged, Proposal, Proved, Valued
 
 SIMULATIONS = 8
 """Candidates simulated at most in each round, by hand: the surrogate ranks the best of them among its first three."""
-NAMED = 16
-"""Options that a certificate names, of those that were solved. By hand: more than anybody reads."""
 
 
 @dataclass(eq=False)
