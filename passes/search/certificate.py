@@ -15,6 +15,8 @@ from cost_models.errors import InternalError
 
 ROUNDING = 1e-9
 """Relative difference that sums in another order may make."""
+NAMED = 16
+"""Options that a family of pipelines names in a certificate. By hand: more than anybody reads."""
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ from passes.search.provider import Judged, Proposal, Provider, SolvedT, Valued
 log = logging.getLogger("partitioner")
 
 ROOM_LEFT = 0.995
-"""Share of the memory that is planned with beyond what a simulation found too large. By hand."""
+"""Share of the memory that a further search may fill, if estimates are as far off as where it overflowed. By hand."""
 OPTIMAL = 1e-3
 """Gap up to which a pipeline is called optimal: bottlenecks are told apart to so much (``passes.search.hybrid.bounds``)."""
 

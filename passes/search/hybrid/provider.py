@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from cost_models.errors import InfeasibleError, InternalError, PartitionerError
 from passes.lower.candidate import Candidate
-from passes.search.certificate import BoundTerm
+from passes.search.certificate import NAMED, BoundTerm
 from passes.search.fastest import ROOM_LEFT, share_of_need, until_it_fits
 from passes.search.feature.result import origins_of
 from passes.search.hybrid.evaluate import AGREEMENT, CandidateCost, check_agreement
@@ -24,8 +24,6 @@ SIMULATIONS = 8
 SIMULATED_FIRST = 3
 """Those of them that always are. Measured: the surrogate ranks the best among its first three on Llama-8B and 70B on 64
 H100 and, but for 0.2%, on GPT-3 175B on 1,024."""
-NAMED = 16
-"""Options that a certificate names, of those that were solved. By hand: more than anybody reads."""
 
 
 @dataclass(eq=False)

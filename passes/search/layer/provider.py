@@ -13,7 +13,8 @@ from functools import cached_property
 
 from cost_models.errors import PartitionerError
 from passes.lower.candidate import Candidate
-from passes.search.certificate import BoundTerm, PipelineTerms, StageTerms
+from passes.search.certificate import NAMED, BoundTerm, PipelineTerms, StageTerms
+from passes.search.fastest import ROOM_LEFT
 from passes.search.judge import Judge
 from passes.search.layer.infeasible import infeasible
 from passes.search.layer.lean import all_blocks, fewest_blocks
@@ -28,8 +29,6 @@ STAGES_RECOMPUTE = {
     "full": "every stage computes its blocks again",
 }
 """The part of recompute in the surrogate, in words for the certificate."""
-NAMED = 16
-"""Options that a certificate names. By hand: more than anybody reads."""
 
 
 @dataclass(eq=False)
@@ -120,7 +119,7 @@ class LayerProvider:
         solved = judged.proposal.solved
         if judged.simulated.candidate.recomputed_blocks != all_blocks(self.search, solved):
             return self._proposal(replace(solved, every_block=True)), room
-        room = TUNING.room_left * self._estimated_share(judged)
+        room = ROOM_LEFT * self._estimated_share(judged)
         result = self.search.solve_option(solved.option, 0.0, math.inf, known_seconds * self.slack, room)
         return (self._proposal(result.solved[0]), room) if result.solved else None
 

@@ -38,8 +38,6 @@ class LayerTuning:
     above the surrogate's worst error."""
     another_search: float = 1.01
     """Factor by which the best that fits must be slower than one that overflows for another search. By hand."""
-    room_left: float = 0.995
-    """Share of a device that a further search may fill, if the estimate is as far off as where it overflowed. By hand."""
     most_scale: int = 1 << 20
     """Times a device's memory up to which the least-bad split is looked for."""
     growth: tuple[int, ...] = (2, 4, 8, 16)

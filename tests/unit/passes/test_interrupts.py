@@ -14,9 +14,12 @@ import pytest
 from passes import compile as compiling
 from passes.compile import Compiled
 from passes.interrupts import best_so_far_kept, heed_interrupt, keep_from_here, may_be_lost
+from passes.search.certificate import Certificate
 from passes.search.hybrid import search
 from passes.search.hybrid.search import GroupSearch
 from passes.search.judge import Judge
+from passes.search.layer.provider import LayerProvider
+from passes.search.layer.search import LayerSearch
 from tests.unit.passes.search.hybrid.test_directions import cluster, planned
 
 
@@ -120,6 +123,41 @@ def test_a_plan_comes_of_what_was_found(where: Callable[[], Any], status: str) -
     assert found.outcome.certificate.solver_status in (status, "interrupted")
     if status == "interrupted":
         assert found.outcome.certificate.solver_status == "interrupted"
+
+
+def families(certificate: Certificate) -> set[str]:
+    """Name the families whose options a certificate bounds."""
+    assert certificate.terms is not None
+    known = ("single devices", "mesh")
+    options = [term.option for term in certificate.terms.options]
+    return {next((name for name in known if option.startswith(name)), "groups") for option in options}
+
+
+@pytest.mark.parametrize(
+    ("where", "named"),
+    [
+        (lambda: pressed_in(LayerProvider, "proposals", 0), False),
+        (lambda: pressed_in(LayerSearch, "solve", 0), False),
+        (lambda: pressed_in(LayerProvider, "candidate", 0), True),
+    ],
+    ids=["beginning", "solving", "simulating"],
+)
+def test_in_the_second_family_the_plan_is_the_first_s_and_claims_no_more_than_was_searched(
+    where: Callable[[], Any], named: bool
+) -> None:
+    slow_links = cluster(between=1e5)
+    whole = planned(slow_links).outcome
+    assert {"single devices", "mesh"} <= families(whole.certificate)
+    with where(), best_so_far_kept() as interrupts:
+        found: Compiled = planned(slow_links)
+    assert interrupts.asked
+    certificate = found.outcome.certificate
+    assert found.outcome.best.fits
+    assert found.proof.instructions > 0
+    assert certificate.solver_status == "interrupted"
+    assert families(certificate) == {"groups", *(("single devices",) if named else ())}
+    assert len(certificate.space.split("; or ")) == 1 + named
+    assert whole.best.step_seconds <= found.outcome.best.step_seconds
 
 
 @pytest.mark.parametrize("name", ["costs_of", "verify_graph"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +13,9 @@ from typing import Any
 import pytest
 
 from partitioner import Plan
+from partitioner.cli import run_command
+from passes.search.layer.search import LayerSearch
+from tests.unit.passes.test_interrupts import pressed_in
 
 ROOT = Path(__file__).parents[4]
 PLAN = ["plan", "gpt2", "--set", "size=tiny", "--cluster", "local:4", "--batch-size", "8", "--check", "off"]
@@ -63,3 +67,20 @@ def test_the_second_ends_at_once(tmp_path: Path) -> None:
     (row,) = run(tmp_path, [[2.5, 2.6]], "hybrid")
     check(tmp_path / "0", row)
     assert row["code"] == 130
+
+
+def test_in_the_second_family_of_pipelines_the_plan_of_the_first_is_written(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "plan.json"
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with pressed_in(LayerSearch, "solve", 0):
+            code = run_command([*PLAN, "--strategy", "hybrid", "-o", str(file)])
+    finally:
+        signal.signal(signal.SIGINT, before)
+    check(tmp_path, {"code": code, "stderr": capsys.readouterr().err})
+    assert code == 5
+    certificate = Plan.load(file).certificate
+    assert certificate.solver_status == "interrupted"
+    assert "; or " not in certificate.space, "of one family only"
