@@ -13,7 +13,6 @@ from typing import Any, Literal
 from cost_models.errors import UsageError
 from partitioner.models.hugging_face import build, example_batch, parse_dtype, transformers_module
 from partitioner.models.workload import Workload
-from runtime.collector import collector_paused
 
 __all__ = ["NAMES", "bundled"]
 
@@ -189,7 +188,6 @@ NAMES = tuple(_TABLE)
 TINY_SEQ = 16
 
 
-@collector_paused()
 def bundled(
     name: str,
     *,

@@ -17,7 +17,6 @@ from torch import Tensor
 from cost_models.errors import ModelError, UsageError
 from partitioner.models.workload import Workload
 from passes.evaluate.float64 import default_dtype
-from runtime.collector import collector_paused
 
 _DTYPES = {
     "float64": torch.float64,
@@ -53,7 +52,6 @@ def parse_dtype(text: str) -> torch.dtype:
     return _DTYPES[name]
 
 
-@collector_paused()
 def from_config_file(path: Path, seq: int = 0, dtype: str = "", batch: int = 2) -> Workload:
     """Build the model of a ``config.json``, without weights. ``seq`` 0: 512, or the model's longest if shorter."""
     transformers = transformers_module(f"hf:{path}")
