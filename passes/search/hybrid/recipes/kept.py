@@ -33,7 +33,7 @@ class Kept:
     """Per micro-batch."""
     bytes: FloatArray
     begins: IntArray
-    """Where the ways of each parameter begin."""
+    """The first of the ways of each parameter."""
 
     def least(self, microbatches: int, prices: FloatArray) -> FloatArray:
         """[prices] the least seconds per micro-batch of all parameters, with what their bytes cost."""
