@@ -347,7 +347,7 @@ class _MeshSearch:
                 search.problem.microbatches,
                 solved.status,
                 solved.seconds,
-                solved.bound_seconds,
+                max(solved.bound_seconds, min(trial.floor_seconds, solved.seconds)),
                 trial.seconds,
             )
         )
