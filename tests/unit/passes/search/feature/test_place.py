@@ -20,7 +20,13 @@ from passes.search.certificate import relative_gap
 from passes.search.feature.explain import Alternatives, alternatives
 from passes.search.feature.local import local_cost
 from passes.search.feature.meshes import meshes
-from passes.search.feature.place import FeatureRequest, FeatureResult, place_features
+from passes.search.feature.place import (
+    FeatureRequest,
+    FeatureResult,
+    _MeshSearch,
+    place_features,
+    survey_meshes,
+)
 from passes.search.feature.setting import Setting
 from passes.shard.rules import choices
 from passes.shard.words import operands
@@ -159,8 +165,26 @@ def test_other_layouts_are_explained() -> None:
 
 def test_out_of_time_gives_the_best_so_far() -> None:
     result = place("gpt2", cluster(4, 1e7), batch_size=64, time_limit_seconds=0.0)
-    assert 0 < result.proof.bound_seconds <= result.cost.seconds
+    assert result.proof.bound_seconds <= result.cost.seconds
     assert result.proof.late
+
+
+def test_what_is_begun_when_time_runs_out_is_bounded_by_its_share_of_the_work(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    begin = _MeshSearch._begin
+
+    def out_of_time(self: _MeshSearch, trial: Any, late: bool) -> None:
+        begin(self, trial, late)
+        self.deadline = 0.0
+
+    monkeypatch.setattr(_MeshSearch, "_begin", out_of_time)
+    graph, machine = graph_of("gpt2"), cluster(4, 1e7)
+    request = FeatureRequest(Job(64), time_limit_seconds=1e6)
+    survey = survey_meshes(graph, costs_of(graph, machine), machine, request, known_seconds=1e6)
+    assert survey.best is None
+    assert survey.proof.late
+    assert survey.proof.bound_seconds > 0
 
 
 def test_meshes_follow_the_hierarchy() -> None:
