@@ -48,6 +48,9 @@ SLACK = 1.05
 """Options whose bound is above the best surrogate by this factor are not solved: the surrogate was at most 4% off the
 simulated step on Llama-8B and 70B (docs/06g-hybrid.md), on either side."""
 
+ENOUGH = 4
+"""Options solved after which only those are that may be better than the best. By hand: more than are simulated first."""
+
 FIRST = 64
 """Steps after which one option is carried to its end if nothing is found yet: hundreds of thousands of options of unlike
 devices have bounds below the best. By hand."""
@@ -142,9 +145,7 @@ class GroupSearch:
         search = _Survey(self, listed, room, known_seconds)
         stopped: Literal["", "time limit", "interrupted"] = ""
         try:
-            while (
-                search.least_seconds < search.best_seconds * SLACK
-            ):  # a bound may be said to reach that, no more
+            while not search.is_over():
                 if search.found and time.perf_counter() > deadline:
                     stopped = "time limit"
                     break
@@ -253,12 +254,17 @@ class _Survey:
         self._staged: dict[int, Staged[Composed]] = {}
         self._now: tuple[float, int, int] | None = None
         """The option at work, which is not among the open ones meanwhile."""
-        self._steps = 0
+        self._steps = self._solved = 0
 
     @property
     def least_seconds(self) -> float:
         """No pipeline of an option that is not solved is below."""
         return min(own[0] for own in (self._now, *self._open[:1], (math.inf,)) if own is not None)
+
+    def is_over(self) -> bool:
+        """Tell whether no option is left that may be better, or nearly as good while there are few that are."""
+        slack = 1.0 if self.found and self._solved >= ENOUGH else SLACK
+        return self.least_seconds >= self.best_seconds * slack
 
     def report(self) -> None:
         """Say what comes next."""
@@ -296,19 +302,25 @@ class _Survey:
             self._staged[number] = staged
             better = quick_bound(staged, cutoff)
         elif rank == 2:
-            better = full_bound(self._staged[number], cutoff, self.best_seconds)
+            if not self.found:  # the bound takes longer than a pipeline, and less where one is known
+                self._solve(number, bound)
+            better = full_bound(self._staged[number], self.best_seconds, self.best_seconds)
         else:
             self._solve(number, bound)
+            self._staged.pop(number)
+            self._solved += 1
             return None
         return max(bound, better), number, rank + 1
 
     def _solve(self, number: int, bound: float) -> None:
         best = self.best_seconds
         found = fastest(self._staged[number], best * SLACK, bound, closely=bound < best < math.inf)
-        self._staged.pop(number)
         if found is not None:
             log.debug("%s: %.6g s, not below %.6g s", found.option, found.seconds, bound)
-            self.found.append(found)
+            known = next((own for own in self.found if own.option is found.option), None)
+            if known is not None and known.seconds <= found.seconds:
+                return
+            self.found = [own for own in self.found if own is not known] + [found]
             keep_from_here()
             self.best_seconds = min(self.best_seconds, found.seconds)
             report_found(self.best_seconds)
