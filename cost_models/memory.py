@@ -1,4 +1,4 @@
-"""The memory that training holds from first to last: parameters, gradients, optimizer state.
+"""The memory that training holds from first to last: parameters, gradients, optimizer state, the batch.
 
 The budget is for what runs, in the data types of ``cost_models.precision``. What autograd saves for backward is counted
 per op in ``passes.costs.costs``.
@@ -44,7 +44,7 @@ OPTIMIZERS: Mapping[str, OptimizerMemory] = MappingProxyType(
 
 @dataclass(frozen=True)
 class StateBytes:
-    """Bytes that stay on a device from step to step, and what an optimizer step touches of them."""
+    """Bytes that a device holds all through a step, and what an optimizer step touches of them."""
 
     parameters: int = 0
     """Parameters that the model computes with."""
@@ -56,10 +56,12 @@ class StateBytes:
     """The part of ``parameters`` and ``owners`` that the optimizer updates. Not memory of its own."""
     cast: int = 0
     """Bytes that the casts around a step read and write: gradients for the owners, owners for the leaves. Not memory."""
+    batch: int = 0
+    """The step's batch, as far as the device's ops read it: the executor puts all micro-batches there at once."""
 
     @property
     def total(self) -> int:
-        return self.parameters + self.gradients + self.optimizer_state + self.owners
+        return self.parameters + self.gradients + self.optimizer_state + self.owners + self.batch
 
     def __add__(self, other: StateBytes) -> StateBytes:
         return StateBytes(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(self)))

@@ -89,12 +89,17 @@ def state_reads(graph: OpGraph, recomputed: Collection[str]) -> dict[str, set[st
 
 def needed_state(graph: OpGraph, recomputed: Collection[str]) -> dict[str, set[str]]:
     """Name the parameters and buffers that each op reads, itself or through ops that are ``recomputed`` for it."""
+    return needed_inputs(graph, recomputed, ("parameter", "buffer"))
+
+
+def needed_inputs(graph: OpGraph, recomputed: Collection[str], kinds: Collection[str]) -> dict[str, set[str]]:
+    """Name the inputs of these kinds that each op reads, itself or through ops that are ``recomputed`` for it."""
     needed: dict[str, set[str]] = {}
     for node in graph.ops:
         own: set[str] = set()
         for source in node.all_input_nodes:
             placeholder = graph.input_of.get(source.name)
-            if placeholder is not None and placeholder.kind in ("parameter", "buffer"):
+            if placeholder is not None and placeholder.kind in kinds:
                 own.add(placeholder.name)
             if source.name in recomputed:
                 own |= needed.get(source.name, set())
@@ -104,9 +109,14 @@ def needed_state(graph: OpGraph, recomputed: Collection[str]) -> dict[str, set[s
 
 def state_readers(graph: OpGraph, index: Mapping[str, int]) -> dict[str, set[int]]:
     """Number the placed ops that need each parameter and buffer, by ``index``; all other ops are recomputed."""
-    readers: dict[str, set[int]] = defaultdict(set)
+    return readers(graph, index, ("parameter", "buffer"))
+
+
+def readers(graph: OpGraph, index: Mapping[str, int], kinds: Collection[str]) -> dict[str, set[int]]:
+    """Number the placed ops that need each input of these kinds, by ``index``; all other ops are recomputed."""
+    found: dict[str, set[int]] = defaultdict(set)
     recomputed = {node.name for node in graph.ops}.difference(index)
-    for op, names in state_reads(graph, recomputed).items():
-        for name in names:
-            readers[name].add(index[op])
-    return readers
+    for op, names in needed_inputs(graph, recomputed, kinds).items():
+        for name in names if op in index else ():
+            found[name].add(index[op])
+    return found

@@ -16,12 +16,13 @@ from dataclasses import dataclass, field, replace
 from cost_models.cluster import ClusterSpec
 from cost_models.communication import hidden_seconds
 from cost_models.compute import optimizer_seconds
-from cost_models.conversion import AxisLinks, group_links
-from cost_models.layout import Mesh
+from cost_models.conversion import AxisLinks, group_links, local_share
+from cost_models.layout import Mesh, Replicate
 from cost_models.memory import OPTIMIZERS, StateBytes, state_bytes
 from passes.costs.costs import GraphCosts, cost_graph
 from passes.costs.recompute import computed_again
 from passes.graph.graph import OpGraph
+from passes.graph.leaves import leaf_bytes
 from passes.graph.verify import verify_graph
 from passes.lower.candidate import Candidate
 from passes.lower.crossing import Crossings
@@ -73,6 +74,8 @@ class OnMesh:
     segment: Segment
     state: Mapping[str, StateBytes]
     """State of each parameter and buffer on any one rank: all hold as much."""
+    leaf_bytes: Mapping[str, int]
+    """Bytes of each leaf of a step's batch on any one rank, as far as it reads it."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -125,7 +128,7 @@ def costed_segments(
         values = tuple(crossings.value(name, size, cluster) for name in crossings.consumers)
         segments = SegmentGraph(tuple(own.segment for own in meshes.values()), values, cluster.world_size)
     else:
-        state = list(state_of_ranks(graph, segmentation, cluster.world_size, job.optimizer, job.precision))
+        state = list(state_of_ranks(graph, segmentation, cluster.world_size, job))
         segments = segments_of(graph, costs, cluster, job, candidate, segmentation)
     tied = list(tied_groups(graph, segmentation))
     gradients = {n: gradient_bytes(graph, n, job.precision) for group in tied for n in group.parameters}
@@ -167,9 +170,11 @@ def costed_segments(
 def _state_of(indices: Sequence[int], meshes: Mapping[int, OnMesh]) -> StateBytes:
     """Return what a rank holds that runs these segments: what several of them read, once."""
     together: dict[str, StateBytes] = {}
+    leaves: dict[str, int] = {}
     for index in indices:
         together |= meshes[index].state
-    return sum(together.values(), StateBytes())
+        leaves |= meshes[index].leaf_bytes
+    return sum(together.values(), StateBytes(batch=sum(leaves.values())))
 
 
 def segments_of(
@@ -209,9 +214,9 @@ def _on_mesh(
     }
     sums = gradient_sum_costs(sharded, summed_bytes, cluster, backward)
     gathers = update_gathers(graph, sharded, job.precision, cluster)
-    return OnMesh(
-        sharded, sent, links, sums, summed_bytes, gathers, replace(segment, index=index), _state(sharded, job)
-    )
+    segment = replace(segment, index=index)
+    state, leaves = _state(sharded, job), _leaf_bytes(graph, sharded, job)
+    return OnMesh(sharded, sent, links, sums, summed_bytes, gathers, segment, state, leaves)
 
 
 def _segment(
@@ -334,6 +339,17 @@ def _computed_again(costs: GraphCosts, regions: Sequence[Sequence[str]], deferri
     index_of = {name: index for index, name in enumerate(costs.ops)}
     each = ([index_of[name] for name in names] for names in regions)
     return {costs.ops[op] for region in each for op in computed_again(costs, region, deferring)}
+
+
+def _leaf_bytes(graph: OpGraph, sharded: ShardedGraph, job: Job) -> dict[str, int]:
+    """Count the bytes of each leaf of a step's batch that any one rank reads: its part of what is split."""
+    spread, sizes = sharded.graph.batch.placements, leaf_bytes(graph, job.batch_size)
+    whole = (Replicate(),) * len(sharded.mesh.shape)
+    return {
+        given.name: int(sizes[given.name] * local_share(spread.get(given.name) or whole, sharded.mesh.shape))
+        for given in sharded.graph.inputs
+        if given.kind == "batch" and given.name in sizes
+    }
 
 
 def _state(sharded: ShardedGraph, job: Job) -> dict[str, StateBytes]:

@@ -17,7 +17,9 @@ from cost_models.precision import Precision
 from passes.costs.costs import GraphCosts, SegmentSeconds
 from passes.costs.recompute import computed_again, transient_bytes
 from passes.graph.graph import OpGraph
+from passes.graph.leaves import leaf_bytes, needed_leaves
 from passes.graph.state import state_reads
+from passes.lower.job import Job
 from passes.lower.lower import crossing_values
 from passes.lower.segment import Segmentation
 from runtime.program.program import Segment, SegmentCost, SegmentGraph, TiedGroup, Value
@@ -179,13 +181,26 @@ def tied_groups(graph: OpGraph, segmentation: Segmentation) -> tuple[TiedGroup, 
 
 
 def state_of_ranks(
-    graph: OpGraph, segmentation: Segmentation, world_size: int, optimizer: str, precision: Precision
+    graph: OpGraph, segmentation: Segmentation, world_size: int, job: Job
 ) -> tuple[StateBytes, ...]:
-    """Bytes of parameters, gradients and optimizer state on each rank; buffers count as parameters that do not train."""
+    """Bytes that each rank holds all through a step; buffers count as parameters that do not train."""
     names = state_names_of_ranks(graph, segmentation, world_size)
+    counted = partial(_count, graph, job.precision)
+    sizes, leaves = leaf_bytes(graph, job.batch_size), _leaves_of_ranks(graph, segmentation, world_size)
     return tuple(
-        state_bytes(map(partial(_count, graph, precision), sorted(held)), optimizer) for held in names
+        state_bytes(map(counted, sorted(held)), job.optimizer)
+        + StateBytes(batch=sum(sizes.get(leaf, 0) for leaf in read))
+        for held, read in zip(names, leaves, strict=True)
     )
+
+
+def _leaves_of_ranks(graph: OpGraph, segmentation: Segmentation, world_size: int) -> list[set[str]]:
+    """Name the batch leaves that each rank reads."""
+    found: list[set[str]] = [set() for _ in range(world_size)]
+    for op, leaves in needed_leaves(graph, segmentation.recomputed).items():
+        for rank in segmentation.ranks[segmentation.segment_of[op]] if op in segmentation.segment_of else ():
+            found[rank] |= leaves
+    return found
 
 
 def gradient_bytes(graph: OpGraph, name: str, precision: Precision) -> int:

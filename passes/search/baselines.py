@@ -57,8 +57,8 @@ def data_parallel(graph: OpGraph, costs: GraphCosts, cluster: ClusterSpec, job: 
     Equal shares of the batch: the slowest device paces the step, the smallest must hold a replica.
     """
     world = cluster.world_size
-    seconds = data_parallel_seconds(_state(graph, job).gradients, cluster)
     local_batch = -(-job.batch_size // world)
+    seconds = data_parallel_seconds(_state(graph, job, local_batch).gradients, cluster)
     kinds = {_kind(device): device for device in cluster.devices}
     return _replica(graph, costs, job, list(kinds.values()), local_batch, f"data parallel x{world}", seconds)
 
@@ -73,7 +73,7 @@ def _replica(
     reduce_seconds: float,
 ) -> Baseline:
     """``batch`` samples on each of ``devices``, in the fewest micro-batches that fit all of them."""
-    state = _state(graph, job)
+    state = _state(graph, job, batch)
     tensors = sum(
         node_input.kind == "parameter" and node_input.node in graph.needs_grad for node_input in graph.inputs
     )
@@ -101,6 +101,6 @@ def _kind(device: Device) -> tuple[object, ...]:
     return replace(device, rank=0, node=0, node_name="", host=None), device.memory_bytes
 
 
-def _state(graph: OpGraph, job: Job) -> StateBytes:
+def _state(graph: OpGraph, job: Job, samples: int) -> StateBytes:
     whole = Segmentation({node.name: 0 for node in graph.ops}, ((0,),), frozenset())
-    return state_of_ranks(graph, whole, 1, job.optimizer, job.precision)[0]
+    return state_of_ranks(graph, whole, 1, replace(job, batch_size=samples))[0]

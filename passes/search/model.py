@@ -16,12 +16,13 @@ import numpy as np
 from cost_models.arrays import FloatArray, IntArray
 from cost_models.devices import Device
 from cost_models.memory import state_bytes
-from cost_models.precision import Precision
 from passes.costs.costs import GraphCosts
 from passes.graph.blocks import block_of
 from passes.graph.graph import OpGraph
+from passes.graph.leaves import leaf_bytes, leaf_readers
 from passes.graph.recomputed import recomputed_ops
 from passes.graph.state import colocated, state_readers
+from passes.lower.job import Job
 from passes.search.blocks import Blocks, ops_by_storage, touches
 from passes.search.bound import PhaseTimes
 from passes.search.touches import BoolArray, Touch
@@ -96,7 +97,7 @@ class LayerModel:
         return np.array([size for size, _ in self.states], dtype=np.float64)
 
 
-def read_model(graph: OpGraph, costs: GraphCosts, optimizer: str, precision: Precision) -> LayerModel:
+def read_model(graph: OpGraph, costs: GraphCosts, job: Job) -> LayerModel:
     """Collect the arrays. Costs and graph must list the same ops in the same order."""
     skipped = recomputed_ops(graph)
     position = {name: row for row, name in enumerate(costs.ops)}
@@ -114,7 +115,7 @@ def read_model(graph: OpGraph, costs: GraphCosts, optimizer: str, precision: Pre
         storages=touches(costs, rows.tolist(), readers, (costs.saved[row] for row in rows)),
         deferred=tuple((name, Touch(tuple(ops))) for name, ops in ops_by_storage(deferred).items()),
         parameterized=np.array([u for u, row in enumerate(rows) if costs.weight_half[row]], dtype=np.int64),
-        states=_states(graph, index, optimizer, precision),
+        states=_states(graph, index, job),
         together=tuple(
             tuple(sorted(index[name] for name in group if name in index))
             for group in colocated(graph)
@@ -138,14 +139,16 @@ def _blocks(
     return Blocks(costs, tuple(index), of, rows, readers)
 
 
-def _states(
-    graph: OpGraph, index: Mapping[str, int], optimizer: str, precision: Precision
-) -> tuple[tuple[float, Touch], ...]:
+def _states(graph: OpGraph, index: Mapping[str, int], job: Job) -> tuple[tuple[float, Touch], ...]:
+    """List parameters, buffers and batch leaves: bytes on each device that reads them, and their readers."""
     states = []
     for name, ops in state_readers(graph, index).items():
         spec = graph.parameters.get(name) or graph.buffers[name]
-        count = spec.elements, graph.types_of(name, precision), name in graph.trained
-        states.append((float(state_bytes([count], optimizer).total), Touch(tuple(sorted(ops)))))
+        count = spec.elements, graph.types_of(name, job.precision), name in graph.trained
+        states.append((float(state_bytes([count], job.optimizer).total), Touch(tuple(sorted(ops)))))
+    sizes = leaf_bytes(graph, job.batch_size)
+    leaves = leaf_readers(graph, index).items()
+    states += [(float(sizes[name]), Touch(tuple(sorted(ops)))) for name, ops in leaves if name in sizes]
     return tuple(states)
 
 

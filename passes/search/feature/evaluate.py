@@ -323,7 +323,8 @@ class WholeGraph:
             size = bytes_of(tensor_specs(node)[0], self.symbols)
             if given.kind != "parameter":
                 if (node.name, 0) in used:
-                    times = placement.microbatches if given.kind == "batch" else 1
+                    cut = graph.batch.batch_dims.get(given.name) if given.kind == "batch" else None
+                    times = 1 if cut is None else placement.microbatches
                     held += size * times * local_share(self.produced((node.name, 0)), shape)
                 continue
             stored = placement.stored.get(given.name, whole)

@@ -295,7 +295,7 @@ class _Builder:
         if unit.kind == "batch":
             leaf = self.problem.space.graph.input_of[unit.name].name
             dim = self.problem.space.graph.batch.batch_dims.get(leaf)
-            size *= self.problem.microbatches
+            size *= self.problem.microbatches if dim is not None else 1
         ways = [Choice((), (Replicate(),)), *([] if dim is None else [Choice((), (Shard(dim),))])]
         o = options_of(unit, ways, self.problem.mesh.shape, self.problem.symbols)
         assert o.axes.shape[1] == axes

@@ -21,11 +21,12 @@ from cost_models.cluster import ClusterSpec
 from cost_models.compute import optimizer_seconds
 from cost_models.errors import InternalError
 from cost_models.memory import StateBytes, state_bytes
-from cost_models.precision import Precision
 from passes.costs.costs import GraphCosts
 from passes.graph.contraction import OpArrays, clusters
 from passes.graph.graph import OpGraph
+from passes.graph.leaves import leaf_bytes, leaf_readers
 from passes.graph.state import owning_groups, state_readers
+from passes.lower.job import Job
 from passes.search.free.coarsen import majority
 from passes.search.free.makespan import TaskGraph
 from passes.search.free.problem import FreeProblem, Net
@@ -35,7 +36,7 @@ from passes.search.model import LayerModel, read_model
 
 @dataclass(frozen=True)
 class State:
-    """A parameter or buffer. ``gradient_bytes``: size of the gradient that is summed over devices; 0 if not trained."""
+    """A parameter, buffer or batch leaf. ``gradient_bytes``: those that devices sum; 0 if it is not trained."""
 
     name: str
     held: StateBytes
@@ -226,8 +227,7 @@ def read_free_model(
     costs: GraphCosts,
     cluster: ClusterSpec,
     recomputed: frozenset[str],
-    optimizer: str,
-    precision: Precision,
+    job: Job,
     pins: Mapping[int, int],
     work_size: int,
     most_tasks: int = DEFAULT.most_tasks,
@@ -236,12 +236,13 @@ def read_free_model(
 
     ``work_size``: samples of the micro-batch at which tasks are balanced; ``most_tasks``: about so many are made.
     """
-    layers = read_model(graph, costs, optimizer, precision)
+    layers = read_model(graph, costs, job)
     if recomputed.intersection(layers.names) or len(recomputed) + len(layers.names) != len(graph.ops):
         raise InternalError("free search: the ops without a rank are not those of passes.graph.recomputed")
-    states = _states(graph, layers, optimizer, precision)
+    states = _states(graph, layers, job)
     together = owning_groups(graph, recomputed)
     alike = [*together, *repeated_calls(graph, layers, states)]
+    states += _leaves(graph, layers, job)
     exact = _numbered(len(layers.names), alike, pins)
     work = layers.seconds(work_size, cluster.devices[0])
     crossing = layers.output_bytes(work_size) * (1.0 + layers.differentiable)
@@ -258,7 +259,17 @@ def read_free_model(
     paths = [str(graph.nodes[name].meta.get("module_path", "")) for name in layers.names]
     modules = tuple(paths[heaviest[unit]] for unit in range(int(unit_of_task.max()) + 1))
     return FreeModel(
-        layers, cluster, optimizer, states, dict(pins), together, exact, tasks, unit_of_task, modules, work
+        layers,
+        cluster,
+        job.optimizer,
+        states,
+        dict(pins),
+        together,
+        exact,
+        tasks,
+        unit_of_task,
+        modules,
+        work,
     )
 
 
@@ -275,16 +286,27 @@ def repeated_calls(graph: OpGraph, layers: LayerModel, states: Sequence[State]) 
     return groups
 
 
-def _states(graph: OpGraph, layers: LayerModel, optimizer: str, precision: Precision) -> tuple[State, ...]:
+def _states(graph: OpGraph, layers: LayerModel, job: Job) -> tuple[State, ...]:
     index = {name: op for op, name in enumerate(layers.names)}
     found = []
     for name, ops in state_readers(graph, index).items():
         spec = graph.parameters.get(name) or graph.buffers[name]
-        types = graph.types_of(name, precision)
-        held = state_bytes([(spec.elements, types, name in graph.trained)], optimizer)
+        types = graph.types_of(name, job.precision)
+        held = state_bytes([(spec.elements, types, name in graph.trained)], job.optimizer)
         gradient_bytes = spec.elements * types.gradient.itemsize if name in graph.trained else 0
         found.append(State(name, held, gradient_bytes, tuple(sorted(ops))))
     return tuple(found)
+
+
+def _leaves(graph: OpGraph, layers: LayerModel, job: Job) -> tuple[State, ...]:
+    """List the batch leaves: every device that reads one holds the whole step's."""
+    sizes = leaf_bytes(graph, job.batch_size)
+    readers = leaf_readers(graph, {name: op for op, name in enumerate(layers.names)})
+    return tuple(
+        State(name, StateBytes(batch=sizes[name]), 0, tuple(sorted(ops)))
+        for name, ops in readers.items()
+        if name in sizes
+    )
 
 
 def _numbered(count: int, groups: Sequence[Sequence[int]], pins: Mapping[int, int]) -> IntArray:

@@ -61,9 +61,7 @@ def place_free(
     recomputed, job = judge.recomputed, request.job
     pins = resolved_pins(graph, recomputed, request, cluster)
     work_size = max(1, job.batch_size // counts[-1])
-    model = read_free_model(
-        graph, costs, cluster, recomputed, job.optimizer, job.precision, pins, work_size, tuning.most_tasks
-    )
+    model = read_free_model(graph, costs, cluster, recomputed, job, pins, work_size, tuning.most_tasks)
     free = FreeJudge(judge, tuning)
     first = usable_starts(model, starts, counts)
     for start in first:

@@ -41,7 +41,7 @@ class LayerRequest(Request):
 def prepare(graph: OpGraph, costs: GraphCosts, cluster: ClusterSpec, request: LayerRequest) -> LayerSearch:
     """Everything that the search of ``request`` reads, as arrays."""
     _refuse_too_few_devices(cluster, request)
-    model = read_model(graph, costs, request.job.optimizer, request.job.precision)
+    model = read_model(graph, costs, request.job)
     paths = [str(graph.nodes[name].meta.get("module_path", "")) for name in model.names]
     pins = resolve_pins(request.pins, model.names, paths, model.readers, model.together)
     table = device_table(cluster)

@@ -8,7 +8,6 @@ from torch import Tensor, nn
 
 from cost_models.cluster import ClusterSpec
 from cost_models.errors import InternalError, UsageError
-from cost_models.precision import Precision
 from partitioner import partition
 from passes.costs.costs import costs_of
 from passes.graph.graph import OpGraph
@@ -118,9 +117,7 @@ def test_calls_of_one_module_never_override_pins(tasks: int) -> None:
     recomputed = recomputed_ops(graph)
     request = FreeRequest(Job(8), pins={"first": 0, "middle": 1})
     pins = resolved_pins(graph, recomputed, request, TWO)
-    model = read_free_model(
-        graph, costs_of(graph, TWO), TWO, recomputed, "adamw", Precision(), pins, 8, tasks
-    )
+    model = read_free_model(graph, costs_of(graph, TWO), TWO, recomputed, Job(8), pins, 8, tasks)
     for units in (model.unit_of, model.exact_unit_of):
         allowed = model.problem(units, 8, 1).allowed
         assert {op: allowed[:, units[op]].tolist() for op in pins} == {

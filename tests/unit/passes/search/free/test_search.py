@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 
 from cost_models.cluster import ClusterSpec
-from cost_models.precision import Precision
 from passes.costs.costs import costs_of
 from passes.graph.graph import OpGraph
 from passes.graph.recomputed import recomputed_ops
+from passes.lower.job import Job
 from passes.search.free.model import FreeModel, read_free_model
 from passes.search.free.problem import evaluate, overflow_bytes
 from passes.search.free.search import CountSearch
@@ -49,7 +49,7 @@ def unlike(devices: int, fast: float) -> ClusterSpec:
 
 def model_of(graph: OpGraph, cluster: ClusterSpec) -> FreeModel:
     costs = costs_of(graph, cluster)
-    return read_free_model(graph, costs, cluster, recomputed_ops(graph), "adamw", Precision(), {}, 2)
+    return read_free_model(graph, costs, cluster, recomputed_ops(graph), Job(2), {}, 2)
 
 
 @pytest.mark.parametrize("seed", range(4))
