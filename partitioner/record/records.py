@@ -226,7 +226,9 @@ class PlanFields(PlanFile):
     )
     values: tuple[StageValue, ...] = Field(description="what crosses between stages")
     transfers: tuple[Transfer, ...] = Field(description="what crosses between devices: the bridges")
-    state_bytes: BytesByDevice = Field(description="parameters, gradients and optimizer state, by rank")
+    state_bytes: BytesByDevice = Field(
+        description="parameters, gradients, optimizer state, its part of the batch, by rank"
+    )
     optimizer_seconds: SecondsByDevice = Field(description="time of the optimizer step, by rank")
     attention_backend: str | None = Field(description="which attention the memory prediction assumes")
     prediction: Prediction

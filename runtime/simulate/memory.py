@@ -3,7 +3,7 @@
 Charged to a rank (times are of the simulated instructions; bytes are multiplied by the micro-batch's scale):
 
     what                       from                                  until
-    state                      always: parameters, gradients, optimizer
+    state                      always: parameters, gradients, optimizer, the rank's part of the batch
     saved by a forward         start of the forward                  end of its backward; when split, the input half
                                                                      frees all but ``weight_saved_bytes``, the weight
                                                                      half the rest; without a backward, its own end

@@ -118,7 +118,7 @@ def simulate(
     """Run ``programs``, which must have passed ``check``, on paper.
 
     contention         factor by which a rank's computes slow down while a transfer of that rank is under way
-    state_bytes        bytes of each rank's parameters, gradients and optimizer state
+    state_bytes        bytes of each rank's parameters, gradients, optimizer state, and its part of the batch
     microbatch_scale   size of each micro-batch relative to a full one (the last may be smaller); scales times and bytes
     optimizer_seconds  seconds of an optimizer step on each rank
     reduce_seconds     time of a reduction once all its ranks have come

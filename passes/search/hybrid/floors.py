@@ -1,5 +1,5 @@
 """Seconds that no pipeline of an option is below: its work in the best shares, nothing sent between groups, however much
-memory that takes.
+memory that takes; infinite where its devices together do not hold the parameters, their gradients and optimizer state once.
 
 work     the least seconds of one replica's whole batch on its shards, in proportion: fewer samples cost no less each
 floor    fill · Σ shares · work + (micro-batches - fill) · longest share · work, over shares that make a whole
@@ -11,9 +11,11 @@ import math
 from collections import Counter
 from collections.abc import Hashable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 import numpy as np
 
+from cost_models.memory import state_bytes
 from passes.lower.job import Job
 from passes.search.hybrid.options import GroupOption
 from passes.search.hybrid.pools import Run
@@ -33,6 +35,7 @@ class Floors:
     job: Job
     _known: dict[Hashable, float] = field(default_factory=dict)
     _paces: dict[Hashable, list[tuple[float, int]]] = field(default_factory=dict)
+    _memories: dict[Hashable, int] = field(default_factory=dict)
 
     def work_seconds(self, run: Run, samples: int) -> float:
         """Seconds of a replica's micro-batch of ``samples`` on a run's shards, in its fastest group.
@@ -65,12 +68,14 @@ class Floors:
             self._known[key] = self._work_on(ranks)
         return self._known[key]
 
-    def by_floor(self, found: Iterable[GroupOption]) -> Iterator[tuple[float, int]]:
-        """Yield (floor, number of the option), by rising floor."""
-        yield from sorted((self._floor(option), number) for number, option in enumerate(found))
+    def by_floor(self, found: Iterable[GroupOption], room: float) -> Iterator[tuple[float, int]]:
+        """Yield (floor, number of the option), by rising floor. ``room``: share of the memory to plan with."""
+        yield from sorted((self._floor(option, room), number) for number, option in enumerate(found))
 
-    def _floor(self, option: GroupOption) -> float:
+    def _floor(self, option: GroupOption, room: float) -> float:
         """Give each group its best share: the fastest ones full, for every number of them."""
+        if room * sum(map(self._memory_bytes, option.runs)) < self._state_bytes:
+            return math.inf
         m, fill, size = option.microbatches, option.fill, self.job.batch_size
         each = sorted(
             (seconds * option.samples / run.replicas / size, count)
@@ -84,6 +89,27 @@ class Floors:
             groups, rate = groups + count, rate + count / seconds
             least = min(least, (fill * groups + m - fill) / rate)
         return least
+
+    def _memory_bytes(self, run: Run) -> int:
+        """Count the memory of all of a run's devices, each as much as the smallest in its group."""
+        key = run.pool.first, run.pool.alike, run.replicas, run.tensor, run.groups
+        if key not in self._memories:
+            devices = self.search.cluster.devices
+            groups = map(run.ranks, range(run.groups))
+            self._memories[key] = sum(
+                run.size * min(devices[rank].memory_bytes for rank in g) for g in groups
+            )
+        return self._memories[key]
+
+    @cached_property
+    def _state_bytes(self) -> int:
+        """Bytes of parameters, gradients and optimizer state: of tied ones once, in parts or whole."""
+        graph = self.search.pieces.graph
+        counts = [
+            (spec.elements, graph.types_of(name, self.job.precision), name in graph.trained)
+            for name, spec in graph.parameters.items()
+        ]
+        return state_bytes(counts, self.job.optimizer).total
 
     def _work_on(self, ranks: tuple[int, ...]) -> float:
         """Seconds of the whole batch, as one of many micro-batches of its size."""

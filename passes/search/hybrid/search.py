@@ -247,7 +247,7 @@ class _Survey:
         self.bounds: list[tuple[GroupOption, float]] = []
         """Options that are done with, and what none of their pipelines is below."""
         self._open: list[tuple[float, int, int]] = [
-            (floor, n, 0) for floor, n in search.floors.by_floor(options)
+            (floor, n, 0) for floor, n in search.floors.by_floor(options, room)
         ]
         """Bound, number, and how many further bounds led to it."""
         heapq.heapify(self._open)

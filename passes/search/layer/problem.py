@@ -118,7 +118,7 @@ class LayerProblem:
     storage_bytes: FloatArray
     """[storages] held per micro-batch in flight."""
     state_bytes: FloatArray
-    """[states] parameters, gradients, optimizer state."""
+    """[states] parameters, gradients, optimizer state, leaves of the batch."""
     forward_bytes: FloatArray
     """[crossings] activations."""
     gradient_bytes: FloatArray

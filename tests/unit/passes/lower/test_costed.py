@@ -157,3 +157,15 @@ def test_gathers_run_beside_the_ops_in_front_of_them() -> None:
         saved, rel=1e-9
     )
     assert saved > 0.0
+
+
+def test_a_rank_holds_its_part_of_the_leaves_that_it_reads_for_the_whole_step() -> None:
+    """The executor puts all micro-batches of a step on the device at once."""
+    leaves = {name: batch.numel() * batch.element_size() for name, batch in gpt_batch(SAMPLES).items()}
+    assert on_mesh(COLUMN_ROW, ()).leaf_bytes == leaves
+    assert on_mesh(ZERO3, ()).leaf_bytes == {name: size // 2 for name, size in leaves.items()}
+    ops = [node.name for node in graph().ops]
+    stage_of = {name: int(index >= len(ops) // 2) for index, name in enumerate(ops)}
+    candidate = Candidate(stage_of, ((0,), (1,)), 2, "1f1b")
+    found = realize(graph(), costs_of(graph(), MACHINE), MACHINE, Job(SAMPLES), candidate)
+    assert [own.batch for own in found.state] == [leaves["ids"], leaves["labels"]]

@@ -129,7 +129,7 @@ MIB = 2**20
             {"microbatches": 1, "recompute": "none"},
             ("recompute=auto", "4 micro-batches (of 1)", "batch"),
         ),
-        (7 * MIB, {"schedule": "gpipe", "recompute": "none"}, ("schedule", "devices with")),
+        (7.5 * MIB, {"schedule": "gpipe", "recompute": "none"}, ("schedule", "devices with")),
     ],
     ids=["memory", "less memory", "micro-batches", "schedule"],
 )
@@ -159,9 +159,14 @@ def test_unlike_devices_are_suggested_in_times() -> None:
         (6 * MIB, "pipeline=2 tensor=4 recompute=none", ("devices with",)),
         (13 * MIB, "pipeline=2 tensor=2 data=2 zero=0 microbatch=4", ("zero=3 (of 0)", "devices with")),
         (
+            13.25 * MIB,
+            "pipeline=2 tensor=2 data=2 zero=0 microbatch=2 recompute=none",
+            ("microbatch=1 (of 2)", "tensor=4 data=1", "devices with"),
+        ),
+        (
             13 * MIB,
             "pipeline=2 tensor=2 data=2 zero=0 microbatch=2 recompute=none",
-            ("microbatch=1 (of 2)", "tensor=4 data=1", "pipeline=4 data=1", "devices with"),
+            ("tensor=4 data=1", "pipeline=4 data=1", "devices with"),
         ),
     ],
 )
