@@ -3,7 +3,7 @@
     layers.4 … layers.7      linear(0, 3) choice 0, mul(4, 1) choice 1, …    ─┐
     layers.8 … layers.11     linear(0, 3) choice 0, mul(4, 1) choice 1, …    ─┴─►   one key
 
-A key holds everything that the graph of a rank, and what is counted on it, follows from: ops with their signatures, what
+A key holds everything that the graph of a rank follows from: ops with their signatures, what
 they read by number, inputs, outputs and state with their layouts, blocks that are computed again. The order of every list
 is in it, too. What follows from ranks and links is not (``passes.lower.mesh_stages`` adds it).
 """
@@ -92,12 +92,10 @@ def stage_key(
     copied: Collection[str],
     placement: FeaturePlacement,
     shared: Collection[str],
-    regions: Sequence[Sequence[str]],
 ) -> tuple[Hashable, StageNames]:
     """Return the key of a stage of ``ops``, in the graph's order, and the names that its numbers stand for.
 
-    ``copied``: ops of which every stage has copies; ``shared``: state of several stages; ``regions``: ops of the blocks
-    that it computes again.
+    ``copied``: ops of which every stage has copies; ``shared``: state of several stages.
     """
     facts, own = _facts(graph), set(ops)
     whole = len(own) == len(graph)
@@ -156,7 +154,6 @@ def stage_key(
             for output in graph.outputs
             if whole or output.node in own
         ),
-        tuple(tuple(number[name] for name in names) for names in regions),
     )
     return key, StageNames(tuple(number), tuple(state))
 

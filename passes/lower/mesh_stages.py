@@ -9,14 +9,16 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Hashable
-from dataclasses import dataclass, field
+from collections.abc import Hashable, Iterator
+from dataclasses import dataclass, field, replace
+from typing import TypeAlias
 
 from cost_models.cluster import ClusterSpec
 from cost_models.conversion import AxisLinks, group_links
 from cost_models.layout import Mesh
 from passes.graph.graph import OpGraph
 from passes.graph.part import part_of
+from passes.graph.verify import verify_graph
 from passes.lower.alike import StageNames, stage_key
 from passes.lower.candidate import Candidate
 from passes.lower.job import Job
@@ -38,7 +40,15 @@ class _Stage:
     ops: list[str]
     placement: FeaturePlacement
     key: Hashable
+    """Equal for stages with one graph on shards."""
     names: StageNames
+    regions: tuple[tuple[int, ...], ...]
+    """Numbers of the ops of each block that it computes again."""
+    around: Hashable
+    """What its seconds and bytes follow from beside its graph and these."""
+
+
+Sharded: TypeAlias = dict[Hashable, tuple[ShardedGraph, StageNames]]
 
 
 @dataclass(eq=False)
@@ -49,65 +59,65 @@ class MeshStages:
     cluster: ClusterSpec
     job: Job
     _known: dict[Hashable, tuple[OnMesh, StageNames]] = field(default_factory=dict)
+    _sharded: Sharded = field(default_factory=dict)
+    """Graphs of the last candidate's stages, by key and unit of samples: the next one's are often the same."""
 
     def of(self, candidate: Candidate, segmentation: Segmentation) -> dict[int, OnMesh]:
         """Return the segments of a candidate on meshes, by number; all of them count samples in one unit."""
         if not candidate.shardings:
             return {}
         shared = shared_state(self.graph, segmentation)
+        stages = list(self._stages(candidate, segmentation, shared))
+        unit = self._shard(stages, segmentation, shared)
         size = self.job.batch_size // candidate.microbatches
         deferring = SCHEDULES[candidate.schedule].splits_backward
-        stages = []
-        for index, ops, placement in meshes_of(self.graph, segmentation, candidate.shardings):
-            regions = segmentation.regions_of(index)
-            alike, names = stage_key(self.graph, ops, segmentation.recomputed, placement, shared, regions)
-            key = (alike, size, deferring, *self._computers(placement.mesh), *self._links(placement.mesh))
-            stages.append(_Stage(index, ops, placement, key, names))
-        sharded, unit = self._sharded(stages, segmentation, shared)
         found = {}
         for stage in stages:
-            key = (stage.key, unit)
+            key = (stage.key, unit, stage.regions, size, deferring, stage.around)
             if key not in self._known:
-                regions = segmentation.regions_of(stage.index)
-                costed = cost_on_mesh(
-                    self.graph,
-                    sharded[stage.key],
-                    self.cluster,
-                    self.job,
-                    stage.index,
-                    size,
-                    regions,
-                    deferring,
-                )
-                self._known[key] = costed, stage.names
-            found[stage.index] = self._named(stage, *self._known[key])
+                self._known[key] = self._costed(stage, unit, size, deferring)
+            found[stage.index] = _named(stage, *self._known[key])
         return found
 
-    def _sharded(
-        self, stages: list[_Stage], segmentation: Segmentation, shared: frozenset[str]
-    ) -> tuple[dict[Hashable, ShardedGraph], int]:
-        """Shard the stages that are not known, one of each key, for the least unit of samples that serves every one."""
-        unit = 1
-        while True:
-            sharded: dict[Hashable, ShardedGraph] = {}
-            for stage in stages:
-                if (stage.key, unit) not in self._known and stage.key not in sharded:
-                    part = part_of(self.graph, stage.ops, segmentation.recomputed)
-                    sharded[stage.key] = shard_graph(part, stage.placement, unit, shared)
-            multiples = {own.graph.batch.multiple for own in sharded.values()}
-            multiples |= {
-                self._known[stage.key, unit][0].samples_multiple
-                for stage in stages
-                if stage.key not in sharded
-            }
-            unit = math.lcm(self.graph.batch.multiple, *multiples)
-            if multiples == {unit}:
-                return sharded, unit
+    def _stages(
+        self, candidate: Candidate, segmentation: Segmentation, shared: frozenset[str]
+    ) -> Iterator[_Stage]:
+        for index, ops, placement in meshes_of(self.graph, segmentation, candidate.shardings):
+            key, names = stage_key(self.graph, ops, segmentation.recomputed, placement, shared)
+            number = {name: i for i, name in enumerate(names.nodes)}
+            regions = tuple(tuple(number[name] for name in own) for own in segmentation.regions_of(index))
+            around = (*self._computers(placement.mesh), *self._links(placement.mesh))
+            yield _Stage(index, ops, placement, key, names, regions, around)
 
-    def _named(self, stage: _Stage, known: OnMesh, names: StageNames) -> OnMesh:
-        nodes = dict(zip(names.nodes, stage.names.nodes, strict=True))
-        state = dict(zip(names.state, stage.names.state, strict=True))
-        return known.named(stage.placement, stage.index, nodes, state)
+    def _shard(self, stages: list[_Stage], segmentation: Segmentation, shared: frozenset[str]) -> int:
+        """Shard one stage of each key for micro-batches of a multiple of samples that serves every stage; return that."""
+        unit, before = 1, self._sharded
+        while True:
+            self._sharded = {}
+            for stage in stages:
+                key = (stage.key, unit)
+                if key in before:
+                    self._sharded[key] = before[key]
+                elif key not in self._sharded:
+                    part = part_of(self.graph, stage.ops, segmentation.recomputed)
+                    sharded = shard_graph(part, stage.placement, unit, shared)
+                    verify_graph(sharded.graph, after="shard")
+                    self._sharded[key] = sharded, stage.names
+            multiples = {own.graph.batch.multiple for own, _ in self._sharded.values()}
+            needed = math.lcm(self.graph.batch.multiple, *multiples)
+            if multiples == {needed}:
+                return unit
+            unit = needed
+
+    def _costed(self, stage: _Stage, unit: int, size: int, deferring: bool) -> tuple[OnMesh, StageNames]:
+        """Cost a stage on its ranks, under the names of the one that was sharded."""
+        sharded, names = self._sharded[stage.key, unit]
+        on_ranks = replace(sharded, placement=replace(sharded.placement, mesh=stage.placement.mesh))
+        regions = [[names.nodes[number] for number in own] for own in stage.regions]
+        costed = cost_on_mesh(
+            self.graph, on_ranks, self.cluster, self.job, stage.index, size, regions, deferring
+        )
+        return costed, names
 
     def _computers(self, mesh: Mesh) -> tuple[Hashable, Hashable]:
         """Return what the ranks compute with: the first, whose kind is all ranks', and each that is unlike others."""
@@ -120,3 +130,10 @@ class MeshStages:
             for count in range(1, len(mesh.axes) + 1)
             for axes in itertools.combinations(mesh.axes, count)
         )
+
+
+def _named(stage: _Stage, costed: OnMesh, names: StageNames) -> OnMesh:
+    """Return the numbers of an equal stage, which has these names, as those of ``stage``."""
+    nodes = dict(zip(names.nodes, stage.names.nodes, strict=True))
+    state = dict(zip(names.state, stage.names.state, strict=True))
+    return costed.named(stage.placement, stage.index, nodes, state)

@@ -19,8 +19,7 @@ from cost_models.layout import Mesh
 from cost_models.memory import OPTIMIZERS, StateBytes, state_bytes
 from passes.costs.costs import GraphCosts, cost_graph
 from passes.costs.recompute import computed_again
-from passes.graph.graph import OpGraph, StateSpec
-from passes.graph.verify import verify_graph
+from passes.graph.graph import OpGraph, StateSpec, once_per_graph
 from passes.lower.job import Job
 from passes.lower.segment import on_mesh
 from passes.lower.summarize import gradient_bytes, segment_graph
@@ -128,7 +127,6 @@ def cost_on_mesh(
 
     ``regions``: the ops of the model that it computes again in backward, by block.
     """
-    verify_graph(sharded.graph, after="shard")
     segment, sent, links, backward = _segment(sharded, cluster, size, regions, deferring)
     summed_bytes = {
         name: gradient_bytes(sharded.graph, name, job.precision)
@@ -173,7 +171,7 @@ def _segment(
     graph = sharded.graph
     units = microbatch_size // graph.batch.multiple
     kind = cluster.devices[sharded.mesh.ranks[0]].kind
-    costs = cost_graph(graph, device_kind=kind, only_size=units)
+    costs = _costs(graph, kind, units)
     own = regions_on_shards(graph, regions)
     alone = replace(on_mesh(graph, sharded.mesh), regions=(own,) if own else ())
     (segment,) = segment_graph(graph, costs, alone, cluster, units, deferring=deferring).segments
@@ -199,6 +197,11 @@ def _segment(
     )
     segment = replace(segment, cost=cost, collectives=collectives(found, sharded.mesh, links))
     return segment, found, links, _backward_seconds(costs, cluster, sharded.mesh, units, found, links, own)
+
+
+@once_per_graph
+def _costs(graph: OpGraph, device_kind: str, units: int) -> GraphCosts:
+    return cost_graph(graph, device_kind=device_kind, only_size=units)
 
 
 def _backward_seconds(

@@ -28,6 +28,7 @@ from torch.fx.node import map_aggregate
 
 from cost_models.errors import InternalError
 from cost_models.layout import Mesh, Partial, Replicate
+from passes.graph.code_on_demand import code_on_demand
 from passes.graph.fake_values import FakeValues
 from passes.graph.graph import GraphOutput, OpGraph
 from passes.graph.nodes import (
@@ -77,6 +78,7 @@ class ShardedGraph:
         return self.placement.mesh
 
 
+@code_on_demand()
 def shard_graph(
     graph: OpGraph, placement: FeaturePlacement, multiple: int = 1, shared: frozenset[str] = frozenset()
 ) -> ShardedGraph:
