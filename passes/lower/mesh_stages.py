@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TypeAlias
 
 from cost_models.cluster import ClusterSpec
 from cost_models.conversion import AxisLinks, group_links
@@ -38,7 +37,11 @@ class _Stage:
 
     index: int
     ops: list[str]
+    copied: frozenset[str]
+    """Ops of which every stage has copies."""
     placement: FeaturePlacement
+    shared: frozenset[str]
+    """Parameters and buffers of several stages."""
     key: Hashable
     """Equal for stages with one graph on shards."""
     names: StageNames
@@ -46,9 +49,6 @@ class _Stage:
     """Numbers of the ops of each block that it computes again."""
     around: Hashable
     """What its seconds and bytes follow from beside its graph and these."""
-
-
-Sharded: TypeAlias = dict[Hashable, tuple[ShardedGraph, StageNames]]
 
 
 @dataclass(eq=False)
@@ -59,16 +59,17 @@ class MeshStages:
     cluster: ClusterSpec
     job: Job
     _known: dict[Hashable, tuple[OnMesh, StageNames]] = field(default_factory=dict)
-    _sharded: Sharded = field(default_factory=dict)
+    _sharded: dict[Hashable, tuple[ShardedGraph, StageNames]] = field(default_factory=dict)
     """Graphs of the last candidate's stages, by key and unit of samples: the next one's are often the same."""
+    _multiples: dict[Hashable, int] = field(default_factory=dict)
+    """The samples that these, and those before, have multiples of."""
 
     def of(self, candidate: Candidate, segmentation: Segmentation) -> dict[int, OnMesh]:
         """Return the segments of a candidate on meshes, by number; all of them count samples in one unit."""
         if not candidate.shardings:
             return {}
-        shared = shared_state(self.graph, segmentation)
-        stages = list(self._stages(candidate, segmentation, shared))
-        unit = self._shard(stages, segmentation, shared)
+        stages = list(self._stages(candidate, segmentation))
+        unit = self._unit(stages)
         size = self.job.batch_size // candidate.microbatches
         deferring = SCHEDULES[candidate.schedule].splits_backward
         found = {}
@@ -77,41 +78,49 @@ class MeshStages:
             if key not in self._known:
                 self._known[key] = self._costed(stage, unit, size, deferring)
             found[stage.index] = _named(stage, *self._known[key])
+        used = {(stage.key, unit) for stage in stages}
+        self._sharded = {key: own for key, own in self._sharded.items() if key in used}
         return found
 
-    def _stages(
-        self, candidate: Candidate, segmentation: Segmentation, shared: frozenset[str]
-    ) -> Iterator[_Stage]:
+    def _stages(self, candidate: Candidate, segmentation: Segmentation) -> Iterator[_Stage]:
+        shared, copied = shared_state(self.graph, segmentation), segmentation.recomputed
         for index, ops, placement in meshes_of(self.graph, segmentation, candidate.shardings):
-            key, names = stage_key(self.graph, ops, segmentation.recomputed, placement, shared)
+            key, names = stage_key(self.graph, ops, copied, placement, shared)
             number = {name: i for i, name in enumerate(names.nodes)}
             regions = tuple(tuple(number[name] for name in own) for own in segmentation.regions_of(index))
             around = (*self._computers(placement.mesh), *self._links(placement.mesh))
-            yield _Stage(index, ops, placement, key, names, regions, around)
+            yield _Stage(index, ops, copied, placement, shared, key, names, regions, around)
 
-    def _shard(self, stages: list[_Stage], segmentation: Segmentation, shared: frozenset[str]) -> int:
-        """Shard one stage of each key for micro-batches of a multiple of samples that serves every stage; return that."""
-        unit, before = 1, self._sharded
+    def _unit(self, stages: Sequence[_Stage]) -> int:
+        """Return the samples of which all stages are to have multiples: the least that serves every one."""
+        unit = 1
         while True:
-            self._sharded = {}
-            for stage in stages:
-                key = (stage.key, unit)
-                if key in before:
-                    self._sharded[key] = before[key]
-                elif key not in self._sharded:
-                    part = part_of(self.graph, stage.ops, segmentation.recomputed)
-                    sharded = shard_graph(part, stage.placement, unit, shared)
-                    verify_graph(sharded.graph, after="shard")
-                    self._sharded[key] = sharded, stage.names
-            multiples = {own.graph.batch.multiple for own, _ in self._sharded.values()}
+            multiples = {self._multiple(stage, unit) for stage in stages}
             needed = math.lcm(self.graph.batch.multiple, *multiples)
             if multiples == {needed}:
                 return unit
             unit = needed
 
+    def _multiple(self, stage: _Stage, unit: int) -> int:
+        """Return the samples that a stage has multiples of, sharded for multiples of ``unit``."""
+        if (stage.key, unit) not in self._multiples:
+            sharded, _ = self._on_shards(stage, unit)
+            self._multiples[stage.key, unit] = sharded.graph.batch.multiple
+        return self._multiples[stage.key, unit]
+
+    def _on_shards(self, stage: _Stage, unit: int) -> tuple[ShardedGraph, StageNames]:
+        """Return the graph on shards of a stage, or of an equal one, with the names of that."""
+        key = (stage.key, unit)
+        if key not in self._sharded:
+            part = part_of(self.graph, stage.ops, stage.copied)
+            sharded = shard_graph(part, stage.placement, unit, stage.shared)
+            verify_graph(sharded.graph, after="shard")
+            self._sharded[key] = sharded, stage.names
+        return self._sharded[key]
+
     def _costed(self, stage: _Stage, unit: int, size: int, deferring: bool) -> tuple[OnMesh, StageNames]:
         """Cost a stage on its ranks, under the names of the one that was sharded."""
-        sharded, names = self._sharded[stage.key, unit]
+        sharded, names = self._on_shards(stage, unit)
         on_ranks = replace(sharded, placement=replace(sharded.placement, mesh=stage.placement.mesh))
         regions = [[names.nodes[number] for number in own] for own in stage.regions]
         costed = cost_on_mesh(
