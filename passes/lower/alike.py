@@ -34,7 +34,7 @@ class StageNames:
 
 @dataclass(frozen=True)
 class _Facts:
-    """What a key says about the nodes and the state of a graph, whatever the stage, as numbers for equal facts."""
+    """The part of a key that nodes and state of a graph have whatever the stage: equal numbers for equal facts."""
 
     kind: Mapping[str, int]
     """Kind of each op and each input, by node."""

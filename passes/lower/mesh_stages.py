@@ -48,7 +48,7 @@ class _Stage:
     regions: tuple[tuple[int, ...], ...]
     """Numbers of the ops of each block that it computes again."""
     around: Hashable
-    """What its seconds and bytes follow from beside its graph and these."""
+    """All else that its seconds and bytes follow from: devices and links."""
 
 
 @dataclass(eq=False)

@@ -108,8 +108,7 @@ class _Sharder:
         wide = frozenset(axis for axis, size in enumerate(self.mesh.shape) if size > 1)
         beyond = dict.fromkeys(self.shared, wide)
         self.deferred = deferred_axes(graph, self.stored, self._needs_of_operand, beyond, placement.returned)
-        self.mode = fake_mode_of(graph.graph)
-        self.values = FakeValues(self.mode)
+        self.values = FakeValues(fake_mode_of(graph.graph))
         self.new = fx.Graph()
         self.made: dict[str, fx.Node] = {}
         self.bridged: dict[tuple[str, Needs], fx.Node] = {}
