@@ -162,7 +162,9 @@ WEIGHT = "h.4.norm1.weight"
 ROWS = (Replicate(), Shard(0))
 
 
-@pytest.mark.parametrize("what", ["choices", "stored", "sharded_state", "leaving", "arriving"])
+@pytest.mark.parametrize(
+    "what", ["choices", "all such choices", "stored", "sharded_state", "leaving", "arriving"]
+)
 def test_an_unlike_layout_makes_a_stage_unlike(what: str, done: Counter[str]) -> None:
     pipeline = Pipeline(graph_of())
     gelu = next(
@@ -176,6 +178,11 @@ def test_an_unlike_layout_makes_a_stage_unlike(what: str, done: Counter[str]) ->
         match what:
             case "choices":
                 return replace(own, choices={**own.choices, gelu: (all_replicated(1, 1),) * 2})
+            case "all such choices":  # their numbers in the key stay as they are
+                data = own.choices[gelu][0]
+                other = data, all_replicated(1, 1)
+                same = {op: other if c == own.choices[gelu] else c for op, c in own.choices.items()}
+                return replace(own, choices=same)
             case "stored":
                 return replace(own, stored={**own.stored, WEIGHT: ROWS})
             case "sharded_state":
