@@ -33,6 +33,7 @@ from passes.compile import bounded
 from passes.costs.costs import cost_graph, costs_of
 from passes.graph.graph import OpGraph
 from passes.lower.job import Job
+from passes.lower.placed_graph import on_meshes
 from passes.search.any_plan import counted_work
 from passes.search.certificate import ROUNDING
 from passes.search.feature.place import FeatureRequest
@@ -110,14 +111,17 @@ def _compare(outcome: Outcome, judge: Judge, tally: Tally, where: str) -> None:
                 tally.least_whole = min(tally.least_whole, ratio)
                 if ratio < 1 - ROUNDING:
                     tally.broken.append(f"{where}: {ratio} of the bound on whole ops")
-    for mesh in outcome.carried.realized.meshes.values():
+    realized = outcome.carried.realized
+    for own in on_meshes(
+        judge.graph, realized.segmentation, outcome.best.candidate.shardings
+    ).sharded.values():
         size = judge.job.batch_size // outcome.best.candidate.microbatches
-        local = mesh.sharded.graph
+        local = own.graph
         kind = judge.cluster.devices[0].kind
         units = size // local.batch.multiple
         part = counted_work(local, cost_graph(local, device_kind=kind, only_size=units), units)
         whole_work = counted_work(judge.graph, judge.costs, size)
-        ranks = math.prod(mesh.sharded.mesh.shape)
+        ranks = math.prod(own.mesh.shape)
         for op, (flops, moved) in whole_work.items():
             tally.sharded_ops += 1
             have = part.get(op, (0.0, 0.0))

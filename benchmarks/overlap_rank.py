@@ -52,11 +52,11 @@ def _no_sums(*_: Any) -> tuple[int, list[int]]:
 WITHOUT: dict[str, tuple[tuple[str, Callable[..., Any]], ...]] = {
     "input gradients": (
         ("runtime.execute.loaded.bind", _bind),
-        ("passes.lower.costed.layers_beside", _no_layers),
+        ("passes.lower.on_mesh.layers_beside", _no_layers),
     ),
     "gathers": (
         ("runtime.ops.bridges.start_ahead", _nothing),
-        ("passes.lower.costed.ops_beside_gathers", _no_gathers),
+        ("passes.lower.on_mesh.ops_beside_gathers", _no_gathers),
     ),
     "replica sums": (
         ("runtime.execute.bind.overlap", _nothing),

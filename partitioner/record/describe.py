@@ -174,7 +174,7 @@ def _stages(compiled: Compiled) -> tuple[Stage, ...]:
     stages = []
     for segment in realized.segments.segments:
         mesh = realized.meshes.get(segment.index)
-        held = (graph if mesh is None else mesh.sharded.graph).parameters
+        held = graph.parameters if mesh is None else mesh.parameters
         parameters = [held[name] for name in names[segment.index] if name in held]
         stages.append(
             Stage(

@@ -26,8 +26,7 @@ from partitioner.record.sharding import (
 from passes.compile import Compiled
 from passes.costs.costs import GraphCosts
 from passes.graph.graph import OpGraph
-from passes.lower.costed import OnMesh
-from passes.shard.shard import ShardedGraph
+from passes.lower.on_mesh import OnMesh
 from passes.shard.traffic import Traffic
 from passes.shard.words import Placements, operands, placements_text
 from runtime.mesh.ranks_along import JOINT, all_ranks_along
@@ -41,11 +40,11 @@ def describe_sharding(compiled: Compiled, stage: int) -> StageSharding:
         compiled.realized.meshes[stage],
     )
     assert details is not None
-    sharded, origins = own.sharded, details.origins[stage]
-    fields: dict[str, Any] = dict(texts_of(sharded.placement))
+    origins = details.origins[stage]
+    fields: dict[str, Any] = dict(texts_of(own.placement))
     return StageSharding(
         **fields,
-        samples_multiple=sharded.graph.batch.multiple,
+        samples_multiple=own.samples_multiple,
         collectives=tuple(_collective(own, item) for item in own.traffic),
         sums=tuple(
             GradientSumRecord(
@@ -64,7 +63,7 @@ def describe_sharding(compiled: Compiled, stage: int) -> StageSharding:
             )
             for item in own.gathers
         ),
-        layouts=_layout_rows(graph, sharded, compiled.costs),
+        layouts=_layout_rows(graph, own, compiled.costs),
         discovered_ops=origins.discovered,
         replicated_ops=origins.replicated,
         replicated_seconds=origins.replicated_seconds,
@@ -73,7 +72,7 @@ def describe_sharding(compiled: Compiled, stage: int) -> StageSharding:
 
 
 def _collective(own: OnMesh, item: Traffic) -> StageCollective:
-    ranks = len(all_ranks_along(own.sharded.mesh, item.axis.split(JOINT))[0])
+    ranks = len(all_ranks_along(own.placement.mesh, item.axis.split(JOINT))[0])
     return StageCollective(
         value=item.node,
         kind=item.kind,
@@ -85,13 +84,13 @@ def _collective(own: OnMesh, item: Traffic) -> StageCollective:
     )
 
 
-def _layout_rows(graph: OpGraph, sharded: ShardedGraph, costs: GraphCosts) -> tuple[LayoutRow, ...]:
+def _layout_rows(graph: OpGraph, own: OnMesh, costs: GraphCosts) -> tuple[LayoutRow, ...]:
     """Make the rows of ``graph``: its parameters, and its products that read none, in the order of the model.
 
     Every parameter and product is a row of its own at first, with the op that reads it; equal ones of a class become one.
     """
     found: dict[tuple[str, object], list[tuple[str, LayoutRow]]] = {}
-    for reader, row in (*_parameters(graph, sharded, costs), *_products(graph, sharded, costs)):
+    for reader, row in (*_parameters(graph, own, costs), *_products(graph, own, costs)):
         way = row.stored, row.state, row.taken, row.op, row.takes, row.makes
         found.setdefault((_class_of(row.name), way), []).append((reader, row))
     patterns = [pattern for pattern, _ in found]
@@ -106,13 +105,13 @@ def _layout_rows(graph: OpGraph, sharded: ShardedGraph, costs: GraphCosts) -> tu
     return tuple(row for _, row in sorted(rows, key=lambda item: item[0]))
 
 
-def _parameters(graph: OpGraph, sharded: ShardedGraph, costs: GraphCosts) -> Iterator[tuple[str, LayoutRow]]:
-    whole: Placements = (Replicate(),) * len(sharded.mesh.shape)
+def _parameters(graph: OpGraph, own: OnMesh, costs: GraphCosts) -> Iterator[tuple[str, LayoutRow]]:
+    whole: Placements = (Replicate(),) * len(own.placement.mesh.shape)
     node_of = {given.name: graph.nodes[given.node] for given in graph.inputs if given.kind == "parameter"}
     index = {node.name: i for i, node in enumerate(graph.ops)}
-    for name, spec in sharded.graph.parameters.items():
-        stored = sharded.placement.stored.get(name, whole)
-        state = sharded.placement.sharded_state.get(name, stored)
+    for name, spec in own.parameters.items():
+        stored = own.placement.stored.get(name, whole)
+        state = own.placement.sharded_state.get(name, stored)
         users = (
             [user for user in node_of[name].users if user.op == "call_function"] if name in node_of else []
         )
@@ -124,28 +123,28 @@ def _parameters(graph: OpGraph, sharded: ShardedGraph, costs: GraphCosts) -> Ite
             size_bytes=spec.size_bytes,
             stored=placements_text(stored),
             state=placements_text(state) if state != stored else "",
-            **_reading(graph, sharded, reader, name),
+            **_reading(graph, own, reader, name),
         )
         yield "" if reader is None else reader.name, row
 
 
-def _products(graph: OpGraph, sharded: ShardedGraph, costs: GraphCosts) -> Iterator[tuple[str, LayoutRow]]:
+def _products(graph: OpGraph, own: OnMesh, costs: GraphCosts) -> Iterator[tuple[str, LayoutRow]]:
     """Yield matrix products, convolutions and attention between activations, named by their modules."""
     for i, node in enumerate(graph.ops):
-        if node.name not in sharded.placement.choices or costs.op_class(i) == "memory":
+        if node.name not in own.placement.choices or costs.op_class(i) == "memory":
             continue
         reads = [graph.input_of.get(source.name) for source in node.all_input_nodes]
         if not any(given and given.kind == "parameter" for given in reads):
             path = str(node.meta.get("module_path", "")) or node.name
-            read = _reading(graph, sharded, node, "")
+            read = _reading(graph, own, node, "")
             yield node.name, LayoutRow(name=path, count=1, size_bytes=0, stored="", state="", **read)
 
 
-def _reading(graph: OpGraph, sharded: ShardedGraph, node: fx.Node | None, parameter: str) -> dict[str, Any]:
+def _reading(graph: OpGraph, own: OnMesh, node: fx.Node | None, parameter: str) -> dict[str, Any]:
     """Return the fields of a row that say how ``node`` takes ``parameter`` and runs; empty ones where that is not known."""
-    if node is None or node.name not in sharded.placement.choices:
+    if node is None or node.name not in own.placement.choices:
         return {"taken": "", "op": "", "takes": (), "makes": ""}
-    choice = sharded.placement.choices[node.name]
+    choice = own.placement.choices[node.name]
     taken, takes = "", []
     for position, source in enumerate(operands(node)):
         text = placements_text(tuple(one.inputs[position].placement for one in choice))

@@ -18,7 +18,7 @@ from typing import Any, Literal, TypeAlias
 
 import sympy
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensorMode, disable_fake_tensor_cache
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import flop_registry
 
@@ -159,7 +159,8 @@ class _Run:
             saved.append(tensor)
             return tensor
 
-        with FakeTensorMode(allow_non_fake_inputs=isinstance(self._signature.target, Opaque)):
+        mode = FakeTensorMode(allow_non_fake_inputs=isinstance(self._signature.target, Opaque))
+        with mode, disable_fake_tensor_cache(mode):  # nothing runs twice
             leaves = [self._operand(index) for index in range(len(self._signature.operands))]
             operands = [leaf.clone() for leaf in leaves] if self._writes_operands() else leaves
             hooks = torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor)

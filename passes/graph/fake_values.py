@@ -8,11 +8,12 @@ fake tensor that came out. So these values do not tell whose memory a tensor sha
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch import fx
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensorMode, disable_fake_tensor_cache
 
 from passes.graph.nodes import fake_call, symbolic, value_of
 from passes.graph.signatures import hashable
@@ -63,7 +64,8 @@ class FakeValues:
         return self._keys[node]
 
     def _run(self, target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        return fake_call(self._mode, target, value_of(args), value_of(dict(kwargs)))
+        with disable_fake_tensor_cache(self._mode) if self._mode is not None else nullcontext():
+            return fake_call(self._mode, target, value_of(args), value_of(dict(kwargs)))
 
 
 def _made_in(mode: FakeTensorMode | None) -> dict[Hashable, Any]:

@@ -7,7 +7,7 @@ segment on a mesh       its ops on shards, with bridges        lowered from a gr
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -108,19 +108,26 @@ def on_meshes(
     if not placements:
         return PlacedGraph(graph, segmentation)
     shared = shared_state(graph, segmentation)
-    members = ops_by_segment(graph, segmentation)
-    sharded = {}
-    for index, ranks in enumerate(segmentation.ranks):
-        if index not in placements and len(ranks) > 1:
-            continue  # others run it, and know how
-        placement = placements.get(index) or alone(ranks[0])
-        ops = [graph.ops[number].name for number in members[index]]
-        sharded[index] = shard_graph(part_of(graph, ops, segmentation.recomputed), placement, unit, shared)
+    sharded = {
+        index: shard_graph(part_of(graph, ops, segmentation.recomputed), placement, unit, shared)
+        for index, ops, placement in meshes_of(graph, segmentation, placements)
+    }
     known = {index: own.placement for index, own in sharded.items()}
     placed = PlacedGraph(graph, segmentation, sharded, {**placements, **known})
     if any(own.graph.batch.multiple != placed.multiple for own in sharded.values()):
         return on_meshes(graph, segmentation, placements, placed.multiple)
     return placed
+
+
+def meshes_of(
+    graph: OpGraph, segmentation: Segmentation, placements: Mapping[int, FeaturePlacement]
+) -> Iterator[tuple[int, list[str], FeaturePlacement]]:
+    """Yield each segment that is known with its ops and its mesh: one of a single rank where ``placements`` has none."""
+    members = ops_by_segment(graph, segmentation)
+    for index, ranks in enumerate(segmentation.ranks):
+        if index in placements or len(ranks) == 1:  # others run the rest, and know how
+            ops = [graph.ops[number].name for number in members[index]]
+            yield index, ops, placements.get(index) or alone(ranks[0])
 
 
 def alone(rank: int) -> FeaturePlacement:

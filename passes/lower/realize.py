@@ -17,6 +17,7 @@ from passes.graph.state import owning_units
 from passes.lower.candidate import Candidate
 from passes.lower.costed import Costed, costed_segments
 from passes.lower.job import Job
+from passes.lower.mesh_stages import MeshStages
 from passes.lower.segment import Segmentation, by_reach, by_stage
 from passes.lower.step import programs_for, simulate_step
 from runtime.program.members import GroupPrograms
@@ -47,13 +48,14 @@ def realize(
     job: Job,
     candidate: Candidate,
     segmentation: Segmentation | None = None,
+    stages: MeshStages | None = None,
 ) -> Realized:
     """Carry a candidate through segments, schedule, order and simulation.
 
-    ``segmentation``: the candidate's segments, where they are known or were merged.
+    ``segmentation``: the candidate's segments, where they are known or were merged; ``stages``: those of other candidates.
     """
     segmentation = segmentation or segmented(graph, candidate, recomputed_ops(graph))
-    costed = costed_segments(graph, costs, cluster, job, candidate, segmentation)
+    costed = costed_segments(graph, costs, cluster, job, candidate, segmentation, stages)
     programs = programs_for(
         costed.segments,
         cluster,

@@ -18,6 +18,7 @@ from passes.graph.state import owning_units
 from passes.lower.candidate import Candidate
 from passes.lower.costed import segments_of
 from passes.lower.job import Job
+from passes.lower.mesh_stages import MeshStages
 from passes.lower.realize import Realized, realize, segmented
 from passes.lower.segment import Segmentation
 from passes.lower.step import transfer_seconds
@@ -73,6 +74,7 @@ class Judge:
         self.tried: list[Simulated] = []
         """Everything that was simulated, in order."""
         self._kept: tuple[Candidate, Carried] | None = None
+        self._stages = MeshStages(graph, cluster, job)
 
     @cached_property
     def recomputed(self) -> frozenset[str]:
@@ -120,9 +122,10 @@ class Judge:
     def carry(self, candidate: Candidate, segmentation: Segmentation | None = None) -> Carried:
         """Carry a candidate through to programs and their simulation. ``segmentation``: its segments, if known."""
         segmentation = segmentation or self.segmentation(candidate)
-        return Carried(
-            candidate, realize(self.graph, self.costs, self.cluster, self.job, candidate, segmentation)
+        realized = realize(
+            self.graph, self.costs, self.cluster, self.job, candidate, segmentation, self._stages
         )
+        return Carried(candidate, realized)
 
     def lower_bound_seconds(self, candidate: Candidate) -> float:
         """Seconds that simulating the candidate cannot be below: no shared links, no queues, no optimizer.

@@ -10,7 +10,7 @@ beside it are ``cost_models.communication.hidden_seconds`` less than both in a r
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from torch import Tensor, fx
 
@@ -38,14 +38,15 @@ def ops_beside_gathers(
     graph: OpGraph, regions: Sequence[Sequence[str]]
 ) -> tuple[tuple[tuple[str, ...], tuple[str, ...]], ...]:
     """Name the gathers of parameters that start ahead, step by step, and the ops that run until they are waited for."""
+    if sum(map(len, gather_steps(_gathers(graph.ops), regions))) < 2:
+        return ()  # one step at most, in whatever order
     ordered = fx.Graph()
     ordered.output(ordered.graph_copy(next(iter(graph.nodes.values())).graph, val_map={}))
     summing = [node for node in ordered.nodes if is_bridge(node) and sums_gradient(node)]
     fuse(
         ordered, dict.fromkeys(summing, linears_behind("", None, _nothing)), regions
     )  # as the executor orders them
-    gathers = [node for node in ordered.nodes if is_bridge(node) and node.target is all_gather]
-    steps = gather_steps(gathers, regions)
+    steps = gather_steps(_gathers(ordered.nodes), regions)
     found = []
     for before, step in itertools.pairwise(steps):
         beside, node = [], before[-1].next
@@ -56,6 +57,10 @@ def ops_beside_gathers(
             (tuple(each.name for each in step), tuple(name for name in beside if name in graph.nodes))
         )
     return tuple(found)
+
+
+def _gathers(nodes: Iterable[fx.Node]) -> list[fx.Node]:
+    return [node for node in nodes if is_bridge(node) and node.target is all_gather]
 
 
 def _nothing(gradient: Tensor) -> Callable[[], Tensor]:

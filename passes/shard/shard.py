@@ -28,6 +28,7 @@ from torch.fx.node import map_aggregate
 
 from cost_models.errors import InternalError
 from cost_models.layout import Mesh, Partial, Replicate
+from passes.graph.code_on_demand import code_on_demand
 from passes.graph.fake_values import FakeValues
 from passes.graph.graph import GraphOutput, OpGraph
 from passes.graph.nodes import (
@@ -77,6 +78,7 @@ class ShardedGraph:
         return self.placement.mesh
 
 
+@code_on_demand()
 def shard_graph(
     graph: OpGraph, placement: FeaturePlacement, multiple: int = 1, shared: frozenset[str] = frozenset()
 ) -> ShardedGraph:
@@ -106,8 +108,7 @@ class _Sharder:
         wide = frozenset(axis for axis, size in enumerate(self.mesh.shape) if size > 1)
         beyond = dict.fromkeys(self.shared, wide)
         self.deferred = deferred_axes(graph, self.stored, self._needs_of_operand, beyond, placement.returned)
-        self.mode = fake_mode_of(graph.graph)
-        self.values = FakeValues(self.mode)
+        self.values = FakeValues(fake_mode_of(graph.graph))
         self.new = fx.Graph()
         self.made: dict[str, fx.Node] = {}
         self.bridged: dict[tuple[str, Needs], fx.Node] = {}
@@ -341,7 +342,8 @@ class _Sharder:
         for value, found, layout, read in values:
             promised = self.sizes.local(value, layout)
             shape = sizes_of(found)
-            if read and any(bool(a - b != 0) for a, b in zip(promised, shape, strict=True)):
+            unlike = read and promised != shape  # in form: they may still be equal numbers
+            if unlike and any(bool(a - b != 0) for a, b in zip(promised, shape, strict=True)):
                 raise InternalError(
                     f"shard {node.name} ({node.target})",
                     [

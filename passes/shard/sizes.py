@@ -99,9 +99,9 @@ def local_sizes(
 ) -> LocalSizes:
     """Find sizes such that each of ``tensors`` can be sharded as it says: the least multiple of ``unit`` for that."""
     shape = placement.mesh.shape
-    for value, placements in tensors:
-        for dim, size in enumerate(sizes_of(value)):
-            parts = ways(placements, dim, value.dim(), shape)
+    for sizes, placements in dict.fromkeys((sizes_of(value), placements) for value, placements in tensors):
+        for dim, size in enumerate(sizes):
+            parts = ways(placements, dim, len(sizes), shape)
             if parts == 1 or isinstance(size, int):
                 continue
             needed = least_unit(size, parts, symbol)

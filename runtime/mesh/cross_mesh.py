@@ -25,13 +25,13 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from cost_models.errors import InternalError
 from cost_models.layout import Layout, Partial
-from runtime.mesh.sharding import Block, block_of, coordinates
+from runtime.mesh.sharding import Block, coordinates
 
 
 @dataclass(frozen=True)
@@ -67,13 +67,14 @@ def pieces(
     """
     if any(isinstance(placement, Partial) for placement in target.placements):
         raise InternalError("send a tensor to another mesh", [f"it would be a part of a sum on {target}"])
-    parts = [_Holders.of(shape, source, ranks) for ranks in _ranks_by_part(source)]
+    blocks, own = _blocks(shape, source), _blocks(shape, target)
+    parts = [_Holders.of(shape, blocks, ranks) for ranks in _ranks_by_part(source)]
     sent: dict[int, int] = dict.fromkeys(source.ranks, 0)
     shared: dict[Block, list[tuple[Block, list[int]]]] = {}
     """The parts that a block of the target has in common with the source's, and the ranks that have them."""
     found: list[Piece] = []
     for rank in target.ranks:
-        wanted = _block(shape, target, rank)
+        wanted = own[rank]
         if wanted not in shared:
             shared[wanted] = [
                 (common, ranks)
@@ -103,10 +104,10 @@ class _Holders(NamedTuple):
     """The ranks that have each block; blocks have nothing in common."""
 
     @classmethod
-    def of(cls, shape: Sequence[int], source: Layout, ranks: Sequence[int]) -> _Holders:
+    def of(cls, shape: Sequence[int], block_of_rank: Mapping[int, Block], ranks: Sequence[int]) -> _Holders:
         holders: dict[Block, list[int]] = defaultdict(list)
         for rank in ranks:
-            holders[_block(shape, source, rank)].append(rank)
+            holders[block_of_rank[rank]].append(rank)
         blocks = sorted(holders.items(), key=lambda item: item[0].offsets)
         rows = [block.offsets[0] if shape else 0 for block, _ in blocks]
         return cls(
@@ -134,17 +135,19 @@ def _ranks_by_part(layout: Layout) -> list[list[int]]:
     return list(found.values())
 
 
-def _block(shape: Sequence[int], layout: Layout, rank: int) -> Block:
-    """Return the block of ``rank``; refuse layouts in which it has none."""
-    sizes = list(shape)
+def _blocks(shape: Sequence[int], layout: Layout) -> dict[int, Block]:
+    """Return the block of each rank; refuse layouts in which they have none."""
+    blocks = [Block((0,) * len(shape), tuple(shape))]
+    """Those of all ranks, cut along the axes so far, each axis the fastest then."""
     for placement, size in zip(layout.placements, layout.mesh.shape, strict=True):
         dim = getattr(placement, "dim", None)
         if dim is None:
-            continue
-        if sizes[dim] % size:
+            blocks = [block for block in blocks for _ in range(size)]
+        elif blocks[0].shape[dim] % size:
             raise InternalError(
                 "send a tensor to another mesh",
                 [f"dimension {dim} of {tuple(shape)} is not divided by {layout}"],
             )
-        sizes[dim] //= size
-    return block_of(shape, layout.placements, layout.mesh, rank)
+        else:
+            blocks = [block.cut(dim, size, index) for block in blocks for index in range(size)]
+    return dict(zip(layout.mesh.ranks, blocks, strict=True))

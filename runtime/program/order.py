@@ -35,6 +35,7 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
+from functools import lru_cache, partial
 from typing import NamedTuple
 
 from cost_models.errors import InternalError
@@ -174,11 +175,12 @@ def _messages(
     """Yield every message that the values of ``graph`` cause, with its time and its window on both sides."""
     position, start, end, sequence = timing.position, timing.start, timing.end, timing.sequence
     backward = len(graph.segments) * microbatches
+    bundle = lru_cache(maxsize=None)(partial(_bundle, transfer_seconds=transfer_seconds))
     for number, value in enumerate(graph.values):
         home = graph.segments[value.producer].rank
         for (away, *_), consumers, there, back in crossings(graph, value):
             source, target = home, away
-            seconds, size_bytes = _bundle(there, transfer_seconds)
+            seconds, size_bytes = bundle(there)
             for mb in range(microbatches):
                 sent = value.producer * microbatches + mb
                 used = min((c * microbatches + mb for c in consumers), key=position.__getitem__)
@@ -189,7 +191,7 @@ def _messages(
             if not (training and back):
                 continue
             source, target = away, home
-            seconds, size_bytes = _bundle(back, transfer_seconds)
+            seconds, size_bytes = bundle(back)
             for mb in range(microbatches):
                 sent = max((backward + c * microbatches + mb for c in consumers), key=position.__getitem__)
                 used = backward + value.producer * microbatches + mb

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from typing import TypeAlias
 
 from cost_models.links import Path, fair_rates
@@ -52,6 +52,7 @@ def bundles_of(graph: SegmentGraph, links: Links) -> dict[BundleKey, Bundle]:
     """Return the bundles between the groups of ``graph``."""
     known: dict[tuple[tuple[int, int], ...], tuple[float, ...]] = {}
 
+    @cache  # stages that go round the groups have equal ones
     def bundle(pieces: tuple[PieceBytes, ...]) -> Bundle:
         ends = tuple((piece.source, piece.target) for piece in pieces)
         paths = [links.path(*pair) for pair in ends]

@@ -93,12 +93,17 @@ def simulate_groups(
     busy = [busy_seconds(spans) for spans in led_spans]
     pair_bytes: defaultdict[tuple[int, int], float] = defaultdict(float)
     moved = []
+    sent: defaultdict[BundleKey, float] = defaultdict(float)
+    """Full micro-batches of which each bundle goes."""
     for message, number in flat.messages.items():
-        bundle = bundles[message.value, message.gradient, message.source, message.target]
+        key = message.value, message.gradient, message.source, message.target
+        bundle = bundles[key]
         since, until = run.transfer_start[number], run.transfer_end[number]
         moved.append(_Moved(since, until, message, bundle, scale[message.microbatch]))
-        for source, target, size_bytes in bundle.pieces:
-            pair_bytes[source, target] += size_bytes * scale[message.microbatch]
+        sent[key] += scale[message.microbatch]
+    for key, times in sent.items():
+        for source, target, size_bytes in bundles[key].pieces:
+            pair_bytes[source, target] += size_bytes * times
     rings: defaultdict[tuple[int, ...], float] = defaultdict(float)
     for ranks, given_bytes in itertools.chain(
         _collectives(programs, graph, scale), _sums(groups, reduce_bytes or _nothing)

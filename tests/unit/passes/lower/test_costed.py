@@ -14,9 +14,11 @@ from passes.costs.costs import cost_graph, costs_of
 from passes.graph.blocks import block_of
 from passes.graph.graph import OpGraph
 from passes.lower.candidate import Candidate
-from passes.lower.costed import OnMesh
 from passes.lower.job import Job
+from passes.lower.on_mesh import OnMesh
 from passes.lower.realize import realize
+from passes.shard.shard import shard_graph
+from passes.shard.words import FeaturePlacement
 from passes.trace.trace import trace
 from runtime.ops.bridges import sum_gradient
 from tests.distributed.sharded_models import COLUMN_ROW, ZERO3, Forced, Gpt, gpt_batch, place
@@ -30,9 +32,13 @@ def graph() -> OpGraph:
     return trace(Gpt(tied=False), gpt_batch(SAMPLES), loss_reduction="mean")
 
 
+def placed(forced: Forced) -> FeaturePlacement:
+    return place(graph(), Mesh((0, 1), (2,), ("all",)), (forced,), 2)
+
+
 def on_mesh(forced: Forced, blocks: tuple[str, ...], schedule: str = "1f1b") -> OnMesh:
     """The one stage of a model on two ranks."""
-    placement = place(graph(), Mesh((0, 1), (2,), ("all",)), (forced,), 2)
+    placement = placed(forced)
     candidate = Candidate(
         {node.name: 0 for node in graph().ops},
         ((0, 1),),
@@ -106,7 +112,7 @@ def test_halves_apart_run_the_last_product_again_too() -> None:
 def test_sums_of_input_gradients_run_beside_weight_gradients(blocks: tuple[str, ...]) -> None:
     """By hand, bridge by bridge: the executor's own rule names the layers."""
     together, apart = (on_mesh(COLUMN_ROW, blocks, schedule) for schedule in ("1f1b", "zb-h1"))
-    own = together.sharded.graph
+    own = shard_graph(graph(), placed(COLUMN_ROW)).graph
     costs = cost_graph(own, only_size=SAMPLES // 2 // own.batch.multiple)
     size, device = SAMPLES // 2 // own.batch.multiple, MACHINE.devices[0]
     readers = {
@@ -129,7 +135,7 @@ def test_sums_of_input_gradients_run_beside_weight_gradients(blocks: tuple[str, 
 def test_gathers_run_beside_the_ops_in_front_of_them() -> None:
     """By hand: the gathers that follow each other are one step, beside what stands between them and the step before."""
     ahead, apart = (on_mesh(ZERO3, (), schedule) for schedule in ("1f1b", "zb-h1"))
-    own, device = ahead.sharded.graph, MACHINE.devices[0]
+    own, device = shard_graph(graph(), placed(ZERO3)).graph, MACHINE.devices[0]
     size = SAMPLES // 2 // own.batch.multiple
     costs = cost_graph(own, only_size=size)
     gathers = {

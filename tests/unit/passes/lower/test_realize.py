@@ -98,7 +98,7 @@ def test_a_candidate_of_several_meshes() -> None:
         graph, costs_of(graph, four), four, job, Candidate(towers, groups, 2, "1f1b", shardings=shardings)
     )
     assert both.groups == groups
-    assert [len(own.sharded.graph.parameters) for own in both.meshes.values()] == [4, 4]
+    assert [len(own.parameters) for own in both.meshes.values()] == [4, 4]
     for stage, ranks in enumerate(groups):
         part = part_of(graph, [op for op, tower in towers.items() if tower == stage])
         alone = realize(

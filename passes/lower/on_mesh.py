@@ -1,0 +1,321 @@
+"""A stage as the ranks of a mesh share it: what they compute, send each other and hold.
+
+    ops of the stage ─► shard_graph ─► costs of what one rank runs, and of the collectives
+
+Seconds are those of its ops on shards, one after the other with its collectives, but for sums of input gradients, which run
+beside weight gradients where the executor does it (``passes.shard.beside``).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from cost_models.cluster import ClusterSpec
+from cost_models.communication import hidden_seconds
+from cost_models.conversion import AxisLinks, group_links, local_share
+from cost_models.layout import Mesh, Replicate
+from cost_models.memory import OPTIMIZERS, StateBytes, state_bytes
+from passes.costs.costs import GraphCosts, cost_graph
+from passes.costs.recompute import computed_again
+from passes.graph.graph import OpGraph, StateSpec, once_per_graph
+from passes.graph.leaves import leaf_bytes
+from passes.lower.job import Job
+from passes.lower.segment import on_mesh
+from passes.lower.summarize import gradient_bytes, segment_graph
+from passes.shard.beside import layers_beside, ops_beside_gathers
+from passes.shard.regions import regions_on_shards
+from passes.shard.shard import ShardedGraph
+from passes.shard.state import (
+    GradientSum,
+    UpdateGather,
+    gradient_sum_costs,
+    gradient_sums,
+    shardings,
+    update_gathers,
+)
+from passes.shard.traffic import Traffic, collectives, repeated, traffic
+from passes.shard.words import FeaturePlacement
+from runtime.mesh.ranks_along import JOINT, all_ranks_along
+from runtime.ops.bridges import is_bridge
+from runtime.program.program import Segment
+
+
+@dataclass(frozen=True, eq=False)
+class OnMesh:
+    """A segment as the ranks of a mesh share it, and what they send each other in a step."""
+
+    placement: FeaturePlacement
+    """The layouts of its values, buffers that its ops write included."""
+    samples_multiple: int
+    """Every micro-batch has a multiple of so many samples."""
+    parameters: Mapping[str, StateSpec]
+    """Its parameters as a rank has them."""
+    traffic: tuple[Traffic, ...]
+    """Collectives inside of the segment."""
+    links: Mapping[str, AxisLinks]
+    """The links of each axis that these take."""
+    sums: tuple[GradientSum, ...]
+    """Sums of gradients after the last backward."""
+    summed_bytes: Mapping[str, int]
+    """Bytes of each gradient that ranks of the mesh sum, as a rank has it."""
+    gathers: tuple[UpdateGather, ...]
+    """Parameters that are put together after the update."""
+    segment: Segment
+    state: Mapping[str, StateBytes]
+    """State of each parameter and buffer on any one rank: all hold as much."""
+    leaf_bytes: Mapping[str, int]
+    """Bytes of each leaf of a step's batch on any one rank, as far as it reads it."""
+    sources: Mapping[str, str]
+    """The op of the model that a node of ``traffic`` stands for or converts the result of: its name begins with that."""
+
+    def named(
+        self, placement: FeaturePlacement, index: int, nodes: Mapping[str, str], state: Mapping[str, str]
+    ) -> OnMesh:
+        """Return the same of the segment ``index``, which is equal but for names and ranks.
+
+        ``placement``: its own; ``nodes``, ``state``: its own names of the model's ops, parameters and buffers of this one.
+        """
+        mesh = placement.mesh
+        written = {state[n]: p for n, p in self.placement.stored.items() if n in state}
+        node_of = {node: nodes[source] + node.removeprefix(source) for node, source in self.sources.items()}
+
+        def names(own: Sequence[str]) -> tuple[str, ...]:
+            return tuple(state[name] for name in own)
+
+        segment = replace(
+            self.segment,
+            index=index,
+            ranks=mesh.ranks,
+            collectives=collectives(self.traffic, mesh, self.links),
+        )
+        return OnMesh(
+            placement=replace(placement, stored={**placement.stored, **written}),
+            samples_multiple=self.samples_multiple,
+            parameters={state[n]: replace(spec, name=state[n]) for n, spec in self.parameters.items()},
+            traffic=tuple(replace(item, node=node_of[item.node]) for item in self.traffic),
+            links=self.links,
+            sums=tuple(
+                replace(
+                    item,
+                    sync=replace(item.sync, parameters=names(item.sync.parameters)),
+                    parameters=names(item.parameters),
+                    groups=all_ranks_along(mesh, item.sync.axes),
+                )
+                for item in self.sums
+            ),
+            summed_bytes={state[name]: size for name, size in self.summed_bytes.items()},
+            gathers=tuple(
+                replace(item, parameters=names(item.parameters), groups=all_ranks_along(mesh, (item.axis,)))
+                for item in self.gathers
+            ),
+            segment=segment,
+            state={state[name]: held for name, held in self.state.items()},
+            leaf_bytes=self.leaf_bytes,
+            sources={node_of[node]: nodes[source] for node, source in self.sources.items()},
+        )
+
+
+def cost_on_mesh(
+    graph: OpGraph,
+    sharded: ShardedGraph,
+    cluster: ClusterSpec,
+    job: Job,
+    index: int,
+    size: int,
+    regions: Sequence[Sequence[str]],
+    deferring: bool,
+) -> OnMesh:
+    """Cost the segment ``index`` as its ranks share it, in micro-batches of ``size`` samples.
+
+    ``regions``: the ops of the model that it computes again in backward, by block.
+    """
+    segment, sent, links, backward = _segment(sharded, cluster, size, regions, deferring)
+    summed_bytes = {
+        name: gradient_bytes(sharded.graph, name, job.precision)
+        for group in gradient_sums(sharded)
+        for name in group.parameters
+    }
+    return OnMesh(
+        placement=sharded.placement,
+        samples_multiple=sharded.graph.batch.multiple,
+        parameters=sharded.graph.parameters,
+        traffic=sent,
+        links=links,
+        sums=gradient_sum_costs(sharded, summed_bytes, cluster, backward),
+        summed_bytes=summed_bytes,
+        gathers=update_gathers(graph, sharded, job.precision, cluster),
+        segment=replace(segment, index=index),
+        state=_state(sharded, job),
+        leaf_bytes=_leaf_bytes(graph, sharded, job),
+        sources={item.node: _source(sharded.graph, item.node) for item in sent},
+    )
+
+
+def _source(graph: OpGraph, name: str) -> str:
+    """Return what a bridge, or several in a row, converts; the op itself for a local form."""
+    node = graph.nodes[name]
+    while is_bridge(node):
+        node = node.all_input_nodes[0]
+    return node.name
+
+
+def _segment(
+    sharded: ShardedGraph,
+    cluster: ClusterSpec,
+    microbatch_size: int,
+    regions: Sequence[Sequence[str]],
+    deferring: bool,
+) -> tuple[Segment, tuple[Traffic, ...], dict[str, AxisLinks], list[float]]:
+    """Make the segment of a mesh, its ops on shards and its collectives; list these, their links, and each op's seconds in
+    backward.
+
+    A block that is computed again repeats its collectives: they are backward's too.
+    """
+    graph = sharded.graph
+    units = microbatch_size // graph.batch.multiple
+    kind = cluster.devices[sharded.mesh.ranks[0]].kind
+    costs = _costs(graph, kind, units)
+    own = regions_on_shards(graph, regions)
+    alone = replace(on_mesh(graph, sharded.mesh), regions=(own,) if own else ())
+    (segment,) = segment_graph(graph, costs, alone, cluster, units, deferring=deferring).segments
+    found = once = traffic(sharded, microbatch_size)
+    if segment.has_backward:
+        found += repeated(found, _computed_again(costs, own, deferring))
+    links = {
+        axis: group_links(all_ranks_along(sharded.mesh, axis.split(JOINT)), cluster)
+        for axis in {item.axis for item in found}
+    }
+    seconds = {back: sum(t.seconds(links[t.axis]) for t in found if t.backward == back) for back in (0, 1)}
+    hidden = (
+        0.0 if deferring else _hidden_seconds(graph, costs, cluster, sharded.mesh, units, once, links, own)
+    )
+    ahead = 0.0 if deferring else _ahead_seconds(graph, costs, cluster, sharded.mesh, units, once, links, own)
+    cost = replace(
+        segment.cost,
+        forward_seconds=max(0.0, segment.cost.forward_seconds - ahead) + seconds[0],
+        backward_input_seconds=segment.cost.backward_input_seconds + seconds[1],
+        backward_weight_seconds=max(0.0, segment.cost.backward_weight_seconds - hidden),
+        # The largest collective's result, while what it is made of is still there, beside what is computed again.
+        transient_bytes=segment.cost.transient_bytes + max((item.whole_bytes for item in found), default=0),
+    )
+    segment = replace(segment, cost=cost, collectives=collectives(found, sharded.mesh, links))
+    return segment, found, links, _backward_seconds(costs, cluster, sharded.mesh, units, found, links, own)
+
+
+@once_per_graph
+def _costs(graph: OpGraph, device_kind: str, units: int) -> GraphCosts:
+    return cost_graph(graph, device_kind=device_kind, only_size=units)
+
+
+def _backward_seconds(
+    costs: GraphCosts,
+    cluster: ClusterSpec,
+    mesh: Mesh,
+    units: int,
+    found: Sequence[Traffic],
+    links: Mapping[str, AxisLinks],
+    regions: Sequence[Sequence[str]],
+) -> list[float]:
+    """Return the seconds of each op in backward, with its collectives; of a block that is computed again, the last op's
+    include that."""
+    each = costs.seconds(units, cluster.devices[mesh.ranks[0]])
+    seconds = dict(zip(costs.ops, (each.backward_input + each.backward_weight).tolist(), strict=True))
+    last_of = {name: names[-1] for names in regions for name in names}
+    for name, forward in zip(costs.ops, each.forward.tolist(), strict=True):
+        if name in last_of:
+            seconds[last_of[name]] += forward
+    for item in found:
+        if item.backward:
+            seconds[item.node] += item.seconds(links[item.axis])
+    return list(seconds.values())
+
+
+def _hidden_seconds(
+    graph: OpGraph,
+    costs: GraphCosts,
+    cluster: ClusterSpec,
+    mesh: Mesh,
+    units: int,
+    found: Sequence[Traffic],
+    links: Mapping[str, AxisLinks],
+    regions: Sequence[Sequence[str]],
+) -> float:
+    """Return the seconds of weight gradients that are computed while sums of input gradients are under way."""
+    beside = layers_beside(graph, regions)
+    if not beside:
+        return 0.0
+    index_of = {name: index for index, name in enumerate(costs.ops)}
+    devices = cluster.unlike(mesh.ranks)
+    total = 0.0
+    for item in found:
+        if item.backward and item.node in beside:
+            layers = [index_of[name] for name in beside[item.node]]
+            computing = max(costs.weight_gradient_seconds(layers, units, device) for device in devices)
+            sending = item.seconds(links[item.axis])
+            total += float(hidden_seconds(sending, computing, cluster.host_costs.contention))
+    return total
+
+
+def _ahead_seconds(
+    graph: OpGraph,
+    costs: GraphCosts,
+    cluster: ClusterSpec,
+    mesh: Mesh,
+    units: int,
+    found: Sequence[Traffic],
+    links: Mapping[str, AxisLinks],
+    regions: Sequence[Sequence[str]],
+) -> float:
+    """Return the seconds of forward that are computed while gathers of parameters are under way."""
+    sending = {t.node: t.seconds(links[t.axis]) for t in found if t.kind == "all_gather" and not t.backward}
+    index_of = {name: index for index, name in enumerate(costs.ops)}
+    devices = cluster.unlike(mesh.ranks)
+    total = 0.0
+    for gathers, beside in ops_beside_gathers(graph, regions) if sending else ():
+        ops = [index_of[name] for name in beside if name in index_of]
+        computing = max(costs.segment_seconds(ops, units, device).forward for device in devices)
+        sent = sum(sending.get(name, 0.0) for name in gathers)
+        total += float(hidden_seconds(sent, computing, cluster.host_costs.contention))
+    return total
+
+
+def _computed_again(costs: GraphCosts, regions: Sequence[Sequence[str]], deferring: bool) -> set[str]:
+    """Name the ops of ``regions`` that run a second time."""
+    index_of = {name: index for index, name in enumerate(costs.ops)}
+    each = ([index_of[name] for name in names] for names in regions)
+    return {costs.ops[op] for region in each for op in computed_again(costs, region, deferring)}
+
+
+def _leaf_bytes(graph: OpGraph, sharded: ShardedGraph, job: Job) -> dict[str, int]:
+    """Count the bytes of each leaf of a step's batch that any one rank reads: its part of what is split."""
+    spread, sizes = sharded.graph.batch.placements, leaf_bytes(graph, job.batch_size)
+    whole = (Replicate(),) * len(sharded.mesh.shape)
+    return {
+        given.name: int(sizes[given.name] * local_share(spread.get(given.name) or whole, sharded.mesh.shape))
+        for given in sharded.graph.inputs
+        if given.kind == "batch" and given.name in sizes
+    }
+
+
+def _state(sharded: ShardedGraph, job: Job) -> dict[str, StateBytes]:
+    """Count the state of each parameter and buffer on any one rank: all hold as much."""
+    graph, mesh, spread = sharded.graph, sharded.mesh, shardings(sharded)
+    rule, found = OPTIMIZERS[job.optimizer], {}
+    for name, spec in (*graph.parameters.items(), *graph.buffers.items()):
+        types = graph.types_of(name, job.precision)
+        if not spread[name].cuts:
+            found[name] = state_bytes([(spec.elements, types, name in graph.trained)], job.optimizer)
+            continue
+        owned = spec.elements // math.prod(mesh.shape[axis] for axis, _ in spread[name].cuts)
+        leaf, owner = spec.elements * types.leaf.itemsize, owned * types.owner.itemsize
+        found[name] = StateBytes(
+            parameters=leaf,
+            gradients=spec.elements * types.gradient.itemsize + owner,
+            optimizer_state=rule.copies * owner + rule.step_bytes,
+            owners=owner,
+            trained=owner,
+            cast=leaf + owner,
+        )
+    return found
