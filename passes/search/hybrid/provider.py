@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -39,6 +40,8 @@ class GroupsProvider:
     simulated_first = SIMULATED_FIRST
     slack = SLACK
     _surveys: list[Survey] = field(default_factory=list)
+    _seconds: float = math.inf
+    """Time that the last search was given."""
 
     def proposals(
         self, known_seconds: float, room: float, deadline: float
@@ -46,6 +49,7 @@ class GroupsProvider:
         """Return the best of every option that was solved; see ``Provider``."""
         if not self.search.options():
             return []
+        self._seconds = deadline - time.perf_counter()
         survey = self.search.survey(deadline, room, known_seconds)
         self._surveys.append(survey)
         return [_proposal(solved) for solved in survey.solved[:SIMULATIONS]]
@@ -100,8 +104,15 @@ class GroupsProvider:
         """Say what is short, and which changes of the request would do."""
         if not self._surveys:
             return self._no_options()
+        survey = self._surveys[-1]
         return infeasible(
-            self.search, self.judge, [own.simulated for own in tried], self._fitted, one_queue=self.one_queue
+            self.search,
+            self.judge,
+            [own.simulated for own in tried],
+            self._fitted,
+            one_queue=self.one_queue,
+            unsolved=survey.options - len(survey.bounds) if survey.stopped else 0,
+            deadline=time.perf_counter() + self._seconds,
         )
 
     def _fitted(self, search: GroupSearch, judge: Judge, solved: SolvedOption, room: float) -> Simulated:

@@ -55,6 +55,11 @@ FIRST = 64
 """Steps after which one option is carried to its end if nothing is found yet: hundreds of thousands of options of unlike
 devices have bounds below the best. By hand."""
 
+PATIENCE = 32
+"""Options without a pipeline that fits after which the time limit ends a search that has found nothing. By hand: small
+limits wait for a first plan, which most jobs have among the first few; a search of thousands of options does not go on for
+hours."""
+
 
 @dataclass(frozen=True, eq=False)
 class Survey:
@@ -138,7 +143,8 @@ class GroupSearch:
     def survey(self, deadline: float, room: float = 1.0, known_seconds: float = math.inf) -> Survey:
         """Solve every option whose bound leaves it a chance, by rising bound. ``room``: share of the memory to plan with.
 
-        ``deadline``: value of ``time.perf_counter`` to stop at, once something is found. Ctrl-C stops it likewise.
+        ``deadline``: value of ``time.perf_counter`` to stop at, once something is found or ``PATIENCE`` options do not fit.
+        Ctrl-C stops it likewise, once something is found.
         ``known_seconds``: of another plan's step.
         """
         listed = self.options()
@@ -146,7 +152,7 @@ class GroupSearch:
         stopped: Literal["", "time limit", "interrupted"] = ""
         try:
             while not search.is_over():
-                if search.found and time.perf_counter() > deadline:
+                if search.may_stop() and time.perf_counter() > deadline:
                     stopped = "time limit"
                     break
                 search.report()
@@ -247,7 +253,7 @@ class _Survey:
         self.bounds: list[tuple[GroupOption, float]] = []
         """Options that are done with, and what none of their pipelines is below."""
         self._open: list[tuple[float, int, int]] = [
-            (floor, n, 0) for floor, n in search.floors.by_floor(options, room)
+            (floor, n, 0) for floor, n in search.floors.by_floor(options, room) if floor < math.inf
         ]
         """Bound, number, and how many further bounds led to it."""
         heapq.heapify(self._open)
@@ -255,6 +261,8 @@ class _Survey:
         self._now: tuple[float, int, int] | None = None
         """The option at work, which is not among the open ones meanwhile."""
         self._steps = self._solved = 0
+        self._unfit: set[int] = set()
+        """Options in which nothing was found to fit while nothing was in any. They are bounded if something is found."""
 
     @property
     def least_seconds(self) -> float:
@@ -264,7 +272,13 @@ class _Survey:
     def is_over(self) -> bool:
         """Tell whether no option is left that may be better, or nearly as good while there are few that are."""
         slack = 1.0 if self.found and self._solved >= ENOUGH else SLACK
+        if math.isinf(self.best_seconds) and len(self._unfit) == len(self._open):
+            return True
         return self.least_seconds >= self.best_seconds * slack
+
+    def may_stop(self) -> bool:
+        """Tell whether the time limit may end it."""
+        return math.isfinite(self.best_seconds) or len(self._unfit) >= PATIENCE
 
     def report(self) -> None:
         """Say what comes next."""
@@ -280,12 +294,12 @@ class _Survey:
         if self.found or self._steps <= FIRST:
             self._now = heapq.heappop(self._open)
         else:
-            self._now = min(self._open, key=lambda own: (-own[2], own[0]))
+            self._now = min(self._open, key=lambda own: (own[1] in self._unfit, -own[2], own[0]))
             self._open.remove(self._now)
             heapq.heapify(self._open)
         further = self._further(*self._now)
-        if further is None:
-            self.bounds.append((self.options[self._now[1]], self._now[0]))
+        if further is None or further[0] == math.inf:
+            self.bounds.append((self.options[self._now[1]], (further or self._now)[0]))
         else:
             heapq.heappush(self._open, further)
         self._now = None
@@ -304,6 +318,9 @@ class _Survey:
         elif rank == 2:
             if not self.found:  # the bound takes longer than a pipeline, and less where one is known
                 self._solve(number, bound)
+            if math.isinf(self.best_seconds):
+                self._unfit.add(number)
+                return bound, number, rank
             better = full_bound(self._staged[number], self.best_seconds, self.best_seconds)
         else:
             self._solve(number, bound)

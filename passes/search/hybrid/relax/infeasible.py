@@ -7,6 +7,7 @@ the devices             more memory in each, more nodes
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -194,13 +195,22 @@ class Relaxations:
 
 
 def infeasible(
-    search: GroupSearch, judge: Judge, tried: Sequence[Simulated], fit: Fit, *, one_queue: bool
+    search: GroupSearch,
+    judge: Judge,
+    tried: Sequence[Simulated],
+    fit: Fit,
+    *,
+    one_queue: bool,
+    unsolved: int,
+    deadline: float,
 ) -> InfeasibleError:
-    """Say what is short in the plan that overflows least, and what would do. ``tried``: what was simulated."""
+    """Say what is short in the plan that overflows least, and what would do. ``tried``: what was simulated.
+
+    ``unsolved``: options that the time limit left open. ``deadline``: value of ``time.perf_counter`` to stop at.
+    """
     report_phase("what would fit")
-    relaxations = Relaxations(
-        Relaxed(search, judge, fit, Allowance(max(FEWEST_TABLES, len(search.tables.known)))), one_queue
-    )
+    allowance = Allowance(max(FEWEST_TABLES, len(search.tables.known)))
+    relaxations = Relaxations(Relaxed(search, judge, fit, allowance, deadline), one_queue)
     found, ways = list(tried), list[str]()
     try:
         with may_be_lost():
@@ -209,12 +219,19 @@ def infeasible(
                 found.append(relaxations.at(growth))
             for way in relaxations.ways(growth):
                 ways.append(way)
+                if time.perf_counter() > deadline:
+                    ways.append("a longer time limit: more was not looked for")
+                    break
     except KeyboardInterrupt:
         ways.append("(interrupted: more was not looked for)")
     because = ["no pipeline of sharded stages fits"]
+    if unsolved:
+        because = [
+            f"no pipeline of sharded stages that was looked at fits, {unsolved:,} kinds were not: time limit"
+        ]
     if found:
         least = min(found, key=lambda s: s.overflow_bytes)
-        because = [f"{Label.of_groups(least.candidate)}, simulated:"]
+        because = [*because[: bool(unsolved)], f"{Label.of_groups(least.candidate)}, simulated:"]
         because += shortfalls(enumerate(map(int, least.peak_bytes)), judge.cluster.devices)
     return InfeasibleError(
         f"{search.graph.model_name} does not fit {judge.cluster.name}",

@@ -8,7 +8,9 @@ which no more are composed than the first search made.
 from __future__ import annotations
 
 import copy
+import itertools
 import math
+import time
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -45,6 +47,8 @@ class Relaxed:
     judge: Judge
     fit: Fit
     allowance: Allowance
+    deadline: float
+    """Value of ``time.perf_counter`` at which what is found so far has to do."""
 
     def allowing(
         self, *, microbatches: bool = False, schedule: bool = False, recompute: bool = False
@@ -75,14 +79,14 @@ class Relaxed:
 
     def surveyed(self, room: float = 1.0) -> tuple[SolvedOption, ...]:
         """Solve all options with this share of the memory, the fastest first."""
-        return self.search.survey(math.inf, room).solved
+        return self.search.survey(self.deadline, room).solved
 
     def solved(self, options: Sequence[GroupOption], room: float = 1.0) -> list[SolvedOption]:
         """Solve these options, as long as tables may be composed; the fastest first."""
         found: list[SolvedOption] = []
         best = math.inf
         for option in options:
-            if self.allowance.left <= 0:
+            if self.allowance.left <= 0 or not self._is_in_time():
                 break
             known = len(self.search.tables.known)
             solved = self.search.solve(option, best * SLACK, room)
@@ -98,20 +102,27 @@ class Relaxed:
         return fastest_fitting([self.fit(self.search, self.judge, each, 1.0) for each in near])
 
     def least_room(self, most: float) -> float:
-        """Find the least share of the memory with which an option can be solved; some can with ``most``."""
-        fitting = [o for o in self.search.options() if self._fits(o, most)]
+        """Find the least share of the memory with which an option can be solved; some can with ``most``.
+
+        At the deadline, the least so far.
+        """
+        first = [solved.option for solved in self.surveyed(most)]
+        fitting = (o for o in (*first, *self.search.options()) if self._fits(o, most))
         least = most
-        for option in fitting:
+        for option in itertools.takewhile(self._is_in_time, fitting):
             if not self._fits(option, least / NEAR):
                 continue
             low, least = 0.0, least / NEAR
-            while low * NEAR < least:
+            while low * NEAR < least and self._is_in_time():
                 middle = math.sqrt(low * least) if low else least / 2
                 if self._fits(option, middle):
                     least = middle
                 else:
                     low = middle
         return least
+
+    def _is_in_time(self, _: object = None) -> bool:
+        return time.perf_counter() < self.deadline
 
     def _fits(self, option: GroupOption, room: float) -> bool:
         return self.search.solve(option, math.inf, room) is not None
