@@ -87,6 +87,7 @@ class SignatureTable:
     """``elements[i]``: the elements of op i's result that are tensors; ``(0,)`` for a single tensor."""
 
 
+@once_per_graph
 def group_by_signature(graph: OpGraph) -> SignatureTable:
     """Group the ops of ``graph``; O(ops)."""
     tensors = _Tensors(graph)
