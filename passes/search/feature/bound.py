@@ -18,6 +18,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
@@ -111,8 +112,9 @@ class WireTable:
         table = BridgeTable(own.seconds[at], own.copies[at], buffers, allowed)
         return WireTable(sources, needs, table, tuple(hidden[at] for hidden in self.hidden))
 
-    @property
+    @cached_property
     def seconds(self) -> FloatArray:
+        """[sources, needs] of the bridges, those that are not allowed too dear for any choice."""
         return np.where(self.table.allowed, self.table.seconds, TUNING.forbidden_seconds)
 
 
