@@ -189,7 +189,9 @@ class DualBound:
             self.at[edge.reader.unit].append((edge, False))
         self.order = _visiting_order(problem)
         rank = {u: i for i, u in enumerate(self.order)}
-        self._visits = {forward: [self._visit(u, rank, forward) for u in self.order] for forward in (True, False)}
+        self._visits = {
+            forward: [self._visit(u, rank, forward) for u in self.order] for forward in (True, False)
+        }
         if start is not None:
             self._take_messages(start)
 

@@ -45,9 +45,7 @@ class Pairs:
         first, second = planes[:groups], planes[groups:]
         longest = [[_longest(plane) for plane in half] for half in (first, second)]
         best: tuple[float, list[int]] | None = None
-        for middle in range(
-            max(groups, pieces - sum(longest[1])), min(pieces - groups, sum(longest[0])) + 1
-        ):
+        for middle in range(max(groups, pieces - sum(longest[1])), min(pieces - groups, sum(longest[0])) + 1):
             known = [np.full((middle + 1, pieces + 1 - middle), np.inf)]
             known[0][-1, -1] = 0.0
             for group in reversed(range(groups)):
