@@ -128,17 +128,20 @@ class WireTable:
 
 def wire_tables(problem: FeatureProblem, larger: Sequence[WireTable] | None = None) -> list[WireTable]:
     """Make the table of every wire; ``larger``: tables of the same problem with more options, to take from."""
-    found = []
-    for w, wire in enumerate(problem.space.wires):
-        made = problem.units[wire.producer].outputs[wire.output]
-        sources = sorted(set(made.tolist()))
-        needs = sorted({c for u, i in wire.readers for c in problem.units[u].inputs[i].tolist()})
-        if larger is None:
-            table, hidden = problem.table(w, sources, needs), problem.hidden(w, sources, needs)
-            found.append(WireTable(sources, needs, table, hidden if any(map(np.any, hidden)) else ()))
-        else:
-            found.append(larger[w].part(sources, needs, problem.largest_buffer_bytes))
-    return found
+    return [
+        wire_table(problem, w, None if larger is None else larger[w]) for w in range(len(problem.space.wires))
+    ]
+
+
+def wire_table(problem: FeatureProblem, w: int, larger: WireTable | None = None) -> WireTable:
+    """Make the table of one wire; ``larger``: its table with more options, to take from."""
+    wire = problem.space.wires[w]
+    sources = sorted(set(problem.units[wire.producer].outputs[wire.output].tolist()))
+    needs = sorted({c for u, i in wire.readers for c in problem.units[u].inputs[i].tolist()})
+    if larger is not None:
+        return larger.part(sources, needs, problem.largest_buffer_bytes)
+    table, hidden = problem.table(w, sources, needs), problem.hidden(w, sources, needs)
+    return WireTable(sources, needs, table, hidden if any(map(np.any, hidden)) else ())
 
 
 class DualBound:

@@ -277,9 +277,11 @@ def without_needless(problem: FeatureProblem, chosen: NDArray[np.intp]) -> NDArr
             later = [any(digits(int(c), axes)[a] == DEFERRED for a in inner) for c in numbers.outputs[0]]
             may |= np.array(later, dtype=bool)[row]
     found = flat.copy()
-    columns, which = np.unique(flat[:, may], axis=1, return_inverse=True)
-    if columns.size:
-        found[:, may] = each_without_needless_sums(problem, columns)[:, which.reshape(-1)]
+    number: dict[bytes, int] = {}  # most choices are the same at many prices
+    which = [number.setdefault(choice.tobytes(), len(number)) for choice in flat.T[may]]
+    if number:
+        columns = np.stack([np.frombuffer(choice, dtype=flat.dtype) for choice in number], axis=1)
+        found[:, may] = each_without_needless_sums(problem, columns)[:, which]
     return found.reshape(chosen.shape)
 
 
