@@ -118,8 +118,8 @@ class Covers:
         prices = np.array(PRICES) * work / max(1.0, sum(saved[kind] for kind in kinds) / run.tensor)
         each = self._recipes(GroupKind(ranks, 1, run.tensor), samples, prices)
         found = [least_of_ranges(kinds, own) for own in each]
-        number, least = found[0][0], tuple(own / MANY for _, own in found)
-        return Cover(number, least, prices, joints_of(number), kinds, (), work)
+        unlike, least = found[0][0], tuple(own / MANY for _, own in found)
+        return Cover(unlike, least, prices, joints_of(unlike), kinds, (), work)
 
     def _recipes(self, group: GroupKind, samples: int, prices: FloatArray) -> list[list[Least]]:
         """Return recipes' costs per class of pieces, for each kind of ways."""
