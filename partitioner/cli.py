@@ -7,6 +7,7 @@ stdout is data, stderr is progress and errors. Exit codes:
 
 from __future__ import annotations
 
+import gc
 import json
 import logging
 import os
@@ -82,7 +83,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     _open_closed_streams()
     given = list(sys.argv[1:] if arguments is None else arguments)
     _quieten("--debug" in given)
-    sys.exit(run_command(given))
+    code = run_command(given)
+    gc.freeze()  # else the collector walks all of torch's and the graph's objects once more before the process ends
+    sys.exit(code)
 
 
 def run_command(arguments: list[str]) -> int:

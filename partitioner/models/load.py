@@ -26,8 +26,10 @@ from cost_models.units import listed
 from partitioner.models.bundled import NAMES, bundled
 from partitioner.models.hugging_face import from_config_file
 from partitioner.models.workload import Workload
+from runtime.collector import collector_paused
 
 
+@collector_paused()  # imports and a model's modules are many objects, none of them garbage
 def load_workload(
     text: str,
     *,

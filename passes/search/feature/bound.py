@@ -16,8 +16,10 @@ A multiplier λ [seconds per byte] adds λ·(bytes − capacity): the bound then
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -68,12 +70,9 @@ class _DualEdge:
     producer: _End
     reader: _End
 
-    def collect(self, *, at_producer: bool) -> _End:
-        """Move what the edge is sure to cost into the message to one end."""
-        end = self.producer if at_producer else self.reader
-        least = np.minimum.reduce(self.slack, axis=1 if at_producer else 0)
-        self.send(least, at_producer=at_producer)
-        return end
+    def seen_from(self, *, at_producer: bool) -> tuple[FloatArray, _End]:
+        """Return one end, and what is left of the costs as [codes of the other end, codes of this one]."""
+        return (self.slack.T, self.producer) if at_producer else (self.slack, self.reader)
 
     def send(self, seconds: FloatArray, *, at_producer: bool) -> None:
         if at_producer:
@@ -87,6 +86,16 @@ class _DualEdge:
         """Another part of the wire's costs."""
         self.slack += part - self.part
         self.part = part
+
+
+class _Visit(NamedTuple):
+    """A unit in a sweep. ``ends``: its edges as ``seen_from`` it, of which those ``ahead`` lead to units that are visited
+    later; ``share``: the part of what they may take that each of them is given, negative."""
+
+    unit: int
+    ends: list[tuple[FloatArray, _End]]
+    ahead: list[tuple[FloatArray, _End]]
+    share: float
 
 
 @dataclass(eq=False)
@@ -111,24 +120,28 @@ class WireTable:
         table = BridgeTable(own.seconds[at], own.copies[at], buffers, allowed)
         return WireTable(sources, needs, table, tuple(hidden[at] for hidden in self.hidden))
 
-    @property
+    @cached_property
     def seconds(self) -> FloatArray:
+        """[sources, needs] of the bridges, those that are not allowed too dear for any choice."""
         return np.where(self.table.allowed, self.table.seconds, TUNING.forbidden_seconds)
 
 
 def wire_tables(problem: FeatureProblem, larger: Sequence[WireTable] | None = None) -> list[WireTable]:
     """Make the table of every wire; ``larger``: tables of the same problem with more options, to take from."""
-    found = []
-    for w, wire in enumerate(problem.space.wires):
-        made = problem.units[wire.producer].outputs[wire.output]
-        sources = sorted(set(made.tolist()))
-        needs = sorted({c for u, i in wire.readers for c in problem.units[u].inputs[i].tolist()})
-        if larger is None:
-            table, hidden = problem.table(w, sources, needs), problem.hidden(w, sources, needs)
-            found.append(WireTable(sources, needs, table, hidden if any(map(np.any, hidden)) else ()))
-        else:
-            found.append(larger[w].part(sources, needs, problem.largest_buffer_bytes))
-    return found
+    return [
+        wire_table(problem, w, None if larger is None else larger[w]) for w in range(len(problem.space.wires))
+    ]
+
+
+def wire_table(problem: FeatureProblem, w: int, larger: WireTable | None = None) -> WireTable:
+    """Make the table of one wire; ``larger``: its table with more options, to take from."""
+    wire = problem.space.wires[w]
+    sources = sorted(set(problem.units[wire.producer].outputs[wire.output].tolist()))
+    needs = sorted({c for u, i in wire.readers for c in problem.units[u].inputs[i].tolist()})
+    if larger is not None:
+        return larger.part(sources, needs, problem.largest_buffer_bytes)
+    table, hidden = problem.table(w, sources, needs), problem.hidden(w, sources, needs)
+    return WireTable(sources, needs, table, hidden if any(map(np.any, hidden)) else ())
 
 
 class DualBound:
@@ -151,6 +164,7 @@ class DualBound:
         self.edges: list[_DualEdge] = []
         self.groups: list[list[_DualEdge]] = []
         self._of_wire: dict[int, list[_DualEdge]] = {}
+        self._wire_costs: dict[int, FloatArray] = {}
         for w, (wire, known) in enumerate(zip(problem.space.wires, tables, strict=True)):
             whole = self.wire_cost(w)
             if not whole.any():
@@ -177,7 +191,10 @@ class DualBound:
             self.at[edge.producer.unit].append((edge, True))
             self.at[edge.reader.unit].append((edge, False))
         self.order = _visiting_order(problem)
-        self.rank = {u: i for i, u in enumerate(self.order)}
+        rank = {u: i for i, u in enumerate(self.order)}
+        self._visits = {
+            forward: [self._visit(u, rank, forward) for u in self.order] for forward in (True, False)
+        }
         if start is not None:
             self._take_messages(start)
 
@@ -194,19 +211,30 @@ class DualBound:
                 edge.send(other.reader.message, at_producer=False)
 
     def wire_cost(self, wire: int) -> FloatArray:
-        known = self.tables[wire]
-        seconds = np.where(
-            known.table.allowed, self.time_weight * known.table.seconds, TUNING.forbidden_seconds
-        )
-        cost: FloatArray = seconds + self.price * known.table.copies
-        return cost
+        """[sources, needs] of a wire, what its bridges cost."""
+        if wire not in self._wire_costs:
+            known = self.tables[wire]
+            seconds = np.where(
+                known.table.allowed, self.time_weight * known.table.seconds, TUNING.forbidden_seconds
+            )
+            self._wire_costs[wire] = seconds + self.price * known.table.copies
+        return self._wire_costs[wire]
+
+    def _visit(self, unit: int, rank: Mapping[int, int], forward: bool) -> _Visit:
+        """Prepare visits of a unit on the way there, or back."""
+        ends = [edge.seen_from(at_producer=makes) for edge, makes in self.at[unit]]
+        others = [edge.reader if makes else edge.producer for edge, makes in self.at[unit]]
+        ahead = [
+            end for end, other in zip(ends, others, strict=True) if (rank[other.unit] > rank[unit]) == forward
+        ]
+        return _Visit(unit, ends, ahead, -1.0 / max(len(ahead), len(ends) - len(ahead), 1))
 
     def ascend(self, sweeps: int, target: float = np.inf, patience: float = 1e-7) -> float:
         """Up to ``sweeps`` there and back; stops at ``target``, or where a sweep gains less than ``patience``."""
         best = self.bound()
         for _ in range(sweeps):
-            self._sweep(self.order, forward=True)
-            self._sweep(self.order[::-1], forward=False)
+            self._sweep(self._visits[True])
+            self._sweep(self._visits[False][::-1])
             self._share()
             now = self.bound()
             if now >= target or now - best < patience * abs(now):
@@ -226,24 +254,20 @@ class DualBound:
             total += end.message[end.code]
         return total
 
-    def _sweep(self, order: Sequence[int], *, forward: bool) -> None:
-        for unit in order:
-            ahead: list[tuple[_DualEdge, bool, _End]] = []
-            behind = 0
-            for edge, makes in self.at[unit]:
-                end = edge.collect(at_producer=makes)
-                other = edge.reader if makes else edge.producer
-                if (self.rank[other.unit] > self.rank[unit]) == forward:
-                    ahead.append((edge, makes, end))
-                else:
-                    behind += 1
+    def _sweep(self, visits: Sequence[_Visit]) -> None:
+        for unit, ends, ahead, share in visits:
+            for slack, end in ends:  # what an edge is sure to cost comes to the unit
+                least = np.minimum.reduce(slack)
+                end.message += least
+                slack -= least
             if not ahead:
                 continue
             total = self.reduced(unit)
-            total -= total.min()
-            share = -1.0 / max(len(ahead), behind)
-            for edge, makes, end in ahead:
-                edge.send(share * end.least(total), at_producer=makes)
+            total -= np.minimum.reduce(total)
+            for slack, end in ahead:
+                given = share * end.least(total)
+                end.message += given
+                slack -= given
 
     def _share(self) -> None:
         """Give readers of one wire those parts of its costs that they have use for, as far as the bound does not fall."""

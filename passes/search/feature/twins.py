@@ -13,7 +13,7 @@ from typing import TypeAlias
 
 from torch import fx
 
-from passes.graph.graph import OpGraph
+from passes.graph.graph import OpGraph, once_per_graph
 from passes.graph.signatures import OpClasses, group_by_signature
 from passes.shard.words import operands
 
@@ -21,6 +21,7 @@ Groups: TypeAlias = list[int]
 """Per op, the first op of its group."""
 
 
+@once_per_graph
 def with_twins(graph: OpGraph, classes: OpClasses) -> tuple[tuple[int, ...], ...]:
     """The classes' members, twins put together; in the order of first members."""
     ops = graph.ops

@@ -20,8 +20,8 @@ from passes.search.hybrid.pools import Run
 from passes.search.hybrid.recipes.composed import SCALE
 from passes.search.hybrid.recipes.eliminate import TooWideError
 from passes.search.hybrid.recipes.kept import Kept, kept
-from passes.search.hybrid.recipes.pieces import GroupKind, PieceSearch, Prices, Recipes, cheaper
-from passes.search.hybrid.recipes.ranges import Layouts, ranges_of
+from passes.search.hybrid.recipes.pieces import GroupKind, Least, PieceSearch, Prices, cheaper
+from passes.search.hybrid.recipes.ranges import least_of_ranges
 from passes.search.words import RecomputeMode
 
 PRICES = (0.0, 1 / 64, 1 / 32, 1 / 16, 1 / 8, 3 / 16, 1 / 4, 3 / 8, 1 / 2, 1.0, 2.0, 8.0)
@@ -117,21 +117,20 @@ class Covers:
         saved = [sum(self.search.costs(k).storage_bytes(samples).values()) for k in range(max(kinds) + 1)]
         prices = np.array(PRICES) * work / max(1.0, sum(saved[kind] for kind in kinds) / run.tensor)
         each = self._recipes(GroupKind(ranks, 1, run.tensor), samples, prices)
-        nothing = np.zeros((len(each[0]), len(Layouts(each[0]))))
-        found = [ranges_of(kinds, own, nothing, nothing) for own in each]
-        least = [own.least / MANY for own in found]
-        return Cover(found[0].number, tuple(least), prices, joints_of(found[0].number), kinds, (), work)
+        found = [least_of_ranges(kinds, own) for own in each]
+        unlike, least = found[0][0], tuple(own / MANY for _, own in found)
+        return Cover(unlike, least, prices, joints_of(unlike), kinds, (), work)
 
-    def _recipes(self, group: GroupKind, samples: int, prices: FloatArray) -> list[list[Recipes]]:
-        """Return recipes per class of pieces, for each kind of ways."""
+    def _recipes(self, group: GroupKind, samples: int, prices: FloatArray) -> list[list[Least]]:
+        """Return recipes' costs per class of pieces, for each kind of ways."""
         pieces, job = self.search.pieces, replace(self.job, batch_size=samples * MANY)
         per_step = Prices(np.zeros(len(prices)), prices * MANY)
         kept, either = [], []
         for kind, first in enumerate(pieces.first):
-            own = self.search.recipes(kind, group, job, MANY, per_step)
+            own = self.search.least(kind, group, job, MANY, per_step)
             kept.append(own)
             if pieces.blocks[first] and self.recompute != "none":
-                anew = self.search.recipes(kind, group, job, MANY, per_step, again=True)
+                anew = self.search.least(kind, group, job, MANY, per_step, again=True)
                 own = anew if self.recompute == "full" else cheaper(own, anew)
             either.append(own)
         return {"none": [kept], "full": [either], "auto": [kept, either]}[self.recompute]

@@ -117,7 +117,7 @@ class Floors:
         free = Prices(np.zeros(1), np.zeros(1))
         group, kinds = GroupKind(ranks, 1, len(ranks)), range(len(self.search.pieces.first))
         try:
-            found = [self.search.recipes(kind, group, job, MANY, free) for kind in kinds]
+            found = [self.search.least(kind, group, job, MANY, free) for kind in kinds]
         except TooWideError:
             return 0.0
         return whole_seconds(self.search.pieces.kind, found) / MANY

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from cost_models.arrays import FloatArray
+from cost_models.arrays import FloatArray, IntArray
 from passes.search.hybrid.recipes.composed import SCALE, Composed
 from passes.search.hybrid.recipes.mixes import Mixes
 from passes.search.hybrid.staged import Staged
@@ -43,17 +43,17 @@ class Pairs:
             for plane, link in zip(needed, self.staged.links, strict=True)
         ][::-1]
         first, second = planes[:groups], planes[groups:]
-        longest = [max(_longest(plane) for plane in half) for half in (first, second)]
+        longest = [[_longest(plane) for plane in half] for half in (first, second)]
         best: tuple[float, list[int]] | None = None
-        for middle in range(
-            max(groups, pieces - groups * longest[1]), min(pieces - groups, groups * longest[0]) + 1
-        ):
+        for middle in range(max(groups, pieces - sum(longest[1])), min(pieces - groups, sum(longest[0])) + 1):
             known = [np.full((middle + 1, pieces + 1 - middle), np.inf)]
             known[0][-1, -1] = 0.0
             for group in reversed(range(groups)):
                 ahead = first[group][: middle + 1, : middle + 1]
                 behind = second[group][middle:, middle:]
-                known.append(_before(ahead, behind, known[-1], self.staged.capacity_bytes[group]))
+                capacity, most = self.staged.capacity_bytes[group], (longest[0][group], longest[1][group])
+                begins = _begins(group, longest[0], middle), _begins(group, longest[1], pieces - middle)
+                known.append(_before(ahead, behind, known[-1], capacity, begins, most))
             total = float(known[-1][0, 0])
             if np.isfinite(total) and (best is None or total < best[0]):
                 best = total, self._starts(first, second, middle, known[::-1])
@@ -137,19 +137,41 @@ def _longest(plane: FloatArray) -> int:
     return int((end - first).max(initial=0))
 
 
-def _before(ahead: FloatArray, behind: FloatArray, rest: FloatArray, capacity_bytes: float) -> FloatArray:
-    """[where the first stage begins, where the second does] the least sum of this group and those behind it."""
+def _before(
+    ahead: FloatArray,
+    behind: FloatArray,
+    rest: FloatArray,
+    capacity_bytes: float,
+    begins: tuple[range, range],
+    longest: tuple[int, int],
+) -> FloatArray:
+    """[where the first stage begins, where the second does] the least sum of this group and those behind it.
+
+    Only for ``begins``, infinite elsewhere: no other states are on the way through all groups; ``longest``: pieces of a
+    stage of either round.
+    """
     found = np.full_like(rest, np.inf)
-    for long in range(1, len(ahead)):
-        one = np.diagonal(ahead, long)
-        if not np.isfinite(one).any():
-            continue
-        for other in range(1, len(behind)):
-            two = np.diagonal(behind, other)
-            if not np.isfinite(two).any():
-                continue
-            both = one[:, None] + two[None]
-            total = np.where(both <= capacity_bytes, both, np.inf) + rest[long:, other:]
-            place = found[: len(one), : len(two)]
-            np.minimum(place, total, out=place)
+    if not (begins[0] and begins[1]):
+        return found
+    (one, one_ends), (two, two_ends) = (
+        _stages(plane, own, most) for plane, own, most in zip((ahead, behind), begins, longest, strict=True)
+    )
+    place = found[begins[0].start : begins[0].stop, begins[1].start : begins[1].stop]
+    for long in range(one.shape[1]):
+        both = one[:, long, None, None] + two
+        total = np.where(both <= capacity_bytes, both, np.inf) + rest[one_ends[:, long, None, None], two_ends]
+        np.minimum(place, total.min(axis=-1), out=place)
     return found
+
+
+def _stages(plane: FloatArray, begins: range, longest: int) -> tuple[FloatArray, IntArray]:
+    """[where a stage begins, lengths] its bytes, and where it ends: the last piece again for those that are longer."""
+    first = np.array(begins)[:, None]
+    ends = np.minimum(first + np.arange(1, longest + 1), len(plane) - 1)
+    return plane[first, ends], ends
+
+
+def _begins(group: int, lengths: Sequence[int], end: int) -> range:
+    """Return where a group's stage may begin if all stages of the round, of so many pieces at most, end at ``end``."""
+    before, behind = lengths[:group], lengths[group:]
+    return range(max(group, end - sum(behind)), min(sum(before), end - len(behind)) + 1)

@@ -27,6 +27,7 @@ from passes.search.hybrid.recipes.ranges import (
     Layouts,
     Ranges,
     least_by_count,
+    least_of_ranges,
     ranges_of,
 )
 from passes.search.words import RecomputeMode
@@ -46,7 +47,9 @@ class Composed:
     recipes: tuple[tuple[Recipes, ...], ...]
     """Per class of pieces: keeping activations, and with the blocks computed again, where there are blocks."""
     ranges: tuple[Ranges, ...]
-    """Ranges of either, and of the cheaper of both for each piece."""
+    """Ranges of either."""
+    either: FloatArray
+    """[unlike ranges, prices] what ranges cost at least of which each piece has the cheaper of both."""
     _counted: dict[int, FloatArray] = field(default_factory=dict)
 
     @property
@@ -71,7 +74,7 @@ class Composed:
     def ways(self) -> tuple[tuple[int, bool], ...]:
         """The recipes that differ in what any range takes: price, and whether blocks are computed again."""
         found: dict[bytes, tuple[int, bool]] = {}
-        for again, own in enumerate(self.ranges[: len(self.recipes)]):
+        for again, own in enumerate(self.ranges):
             for price in range(len(self.prices)):
                 found.setdefault(own.amounts[:SAVED, :, price].tobytes(), (price, bool(again)))
         return tuple(found.values())
@@ -125,8 +128,9 @@ class Composed:
     def _least_of_kinds(self, recompute: RecomputeMode, longest: int | None) -> FloatArray:
         """[unlike ranges, kinds of ways, prices] what the cheapest way costs."""
         if not self._anew or longest is None:
-            places = {"none": [0], "full": [1], "auto": [0, 2]}[recompute if self._anew else "none"]
-            return np.stack([self.ranges[place].least for place in places], axis=1)
+            places = {"none": [0], "full": [-2], "auto": [0, -1]}[recompute if self._anew else "none"]
+            each = [*(own.least for own in self.ranges), self.either]
+            return np.stack([each[place] for place in places], axis=1)
         if longest not in self._counted:
             kept, anew = self.recipes
             blocks = [bool(self.pieces.blocks[first]) for first in self.pieces.first]
@@ -178,14 +182,16 @@ def composed(
 
     kept = tuple(search.recipes(kind, group, job, microbatches, prices) for kind in kinds)
     if not any(search.pieces.blocks):
-        return Composed(search.pieces, prices, families, (kept,), (ranges(kept),))
+        alone = ranges(kept)
+        return Composed(search.pieces, prices, families, (kept,), (alone,), alone.least)
     anew = tuple(
         search.recipes(kind, group, job, microbatches, prices, again=True)
         if search.pieces.blocks[first]
         else own
         for kind, first, own in zip(kinds, search.pieces.first, kept, strict=True)
     )
-    either = [cheaper(one, other) for one, other in zip(kept, anew, strict=True)]
-    saved = search.saved(kept)
-    found = ranges(kept), ranges(anew, saved), ranges(either, saved)
-    return Composed(search.pieces, prices, families, (kept, anew), found)
+    _, either = least_of_ranges(
+        search.pieces.kind, [cheaper(one, other) for one, other in zip(kept, anew, strict=True)]
+    )
+    found = ranges(kept), ranges(anew, search.saved(kept))
+    return Composed(search.pieces, prices, families, (kept, anew), found, either)

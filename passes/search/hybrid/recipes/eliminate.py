@@ -152,12 +152,18 @@ class Elimination:
                 seconds += numbers.seconds[option]
                 held += numbers.bytes[option]
         for wire, known in zip(self.problem.space.wires, self.tables, strict=True):
+            takes = _takes_seconds(known), known.table.copies.any(), known.table.buffers.any()
+            if not any(takes):
+                continue
             row, columns = _codes(self.problem, wire, known)
             at = row[chosen[wire.producer]]
             needs = [need[chosen[u]] for need, (u, _) in zip(columns, wire.readers, strict=True)]
-            seconds += _seconds(known, at, needs)
-            held += _over_needs(known.table.copies, at, needs)
-            buffers = np.maximum(buffers, _over_needs(known.table.buffers, at, needs))
+            if takes[0]:
+                seconds += _seconds(known, at, needs)
+            if takes[1]:
+                held += _over_needs(known.table.copies, at, needs)
+            if takes[2]:
+                buffers = np.maximum(buffers, _over_needs(known.table.buffers, at, needs))
         return Amounts(seconds, once, state, held, buffers)
 
 
@@ -176,7 +182,11 @@ def eliminate(
     count = [len(unit.seconds) for unit in problem.units]
     factors = [
         *_of_units(problem, state_prices, held_prices),
-        *(_of_wire(problem, w, known, held_prices) for w, known in enumerate(tables)),
+        *(
+            _of_wire(problem, w, known, held_prices)
+            for w, known in enumerate(tables)
+            if _takes_seconds(known) or known.table.copies.any()
+        ),
     ]
     factors = [f for f in factors if f.cost.any()]
     steps: list[_Step] = []
@@ -240,10 +250,10 @@ def wire_seconds(problem: FeatureProblem, wire: int, known: WireTable) -> tuple[
 def _of_wire(problem: FeatureProblem, wire: int, known: WireTable, held_prices: FloatArray) -> _Table:
     at, needs, units = _along(problem, wire, known)
     seconds = _seconds(known, at, needs)[..., None]
-    copies = _over_needs(known.table.copies, at, needs)[..., None]
-    if not copies.any():
+    if not known.table.copies.any():
         return _Table(units, seconds)
-    return _Table(units, seconds + copies * held_prices)
+    copies = _over_needs(known.table.copies, at, needs)[..., None]
+    return _Table(units, seconds + copies * held_prices if copies.any() else seconds)
 
 
 def _along(
@@ -268,6 +278,10 @@ def _codes(
     made = problem.units[wire.producer].outputs[wire.output]
     needs = [problem.units[unit].inputs[operand] for unit, operand in wire.readers]
     return np.searchsorted(known.sources, made), [np.searchsorted(known.needs, need) for need in needs]
+
+
+def _takes_seconds(known: WireTable) -> bool:
+    return bool(known.hidden) or bool(known.seconds.any())
 
 
 def _seconds(known: WireTable, row: NDArray[np.intp], columns: Sequence[NDArray[np.intp]]) -> FloatArray:

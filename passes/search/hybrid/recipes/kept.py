@@ -16,7 +16,7 @@ import numpy as np
 
 from cost_models.arrays import FloatArray, IntArray
 from passes.lower.job import Job
-from passes.search.feature.bound import wire_tables
+from passes.search.feature.bound import wire_table
 from passes.search.feature.problem import FeatureProblem
 from passes.search.hybrid.recipes.eliminate import wire_seconds
 from passes.search.hybrid.recipes.pieces import GroupKind, PieceSearch
@@ -68,10 +68,9 @@ def kept(search: PieceSearch, kind: int, group: GroupKind, job: Job, samples: in
 def _use_seconds(problem: FeatureProblem) -> dict[int, FloatArray]:
     """[ways] of each parameter, the least seconds in which its readers get it."""
     found = {u: np.zeros(len(own.seconds)) for u, own in enumerate(problem.units)}
-    for w, known in enumerate(wire_tables(problem)):
-        producer = problem.space.wires[w].producer
-        if problem.space.units[producer].kind == "parameter":
-            units, seconds = wire_seconds(problem, w, known)
-            others = tuple(axis for axis, unit in enumerate(units) if unit != producer)
-            found[producer] += seconds.min(axis=others)
+    for w, wire in enumerate(problem.space.wires):
+        if problem.space.units[wire.producer].kind == "parameter":
+            units, seconds = wire_seconds(problem, w, wire_table(problem, w))
+            others = tuple(axis for axis, unit in enumerate(units) if unit != wire.producer)
+            found[wire.producer] += seconds.min(axis=others)
     return found

@@ -31,7 +31,7 @@ from passes.search.feature.pins import Pin, pins_of_part, resolve, restricted
 from passes.search.feature.problem import FeatureProblem, UnitNumbers, build_problem
 from passes.search.feature.setting import PartPlace, Setting
 from passes.search.feature.ties import each_without_needless_sums
-from passes.search.hybrid.recipes.eliminate import Amounts, eliminate
+from passes.search.hybrid.recipes.eliminate import Amounts, Elimination, eliminate
 from passes.search.hybrid.recipes.joints import Pieces
 from passes.shard.discover import Discovery
 from passes.shard.words import Placements
@@ -70,15 +70,21 @@ class Prices:
 
 
 @dataclass(frozen=True, eq=False)
-class Recipes:
-    """The cheapest ways to run a piece. Arrays: [prices, ways to arrive, ways to leave]."""
+class Least:
+    """The costs of the cheapest ways to run a piece. Arrays: [prices, ways to arrive, ways to leave]."""
 
-    problem: FeatureProblem
     arriving: tuple[Placements | None, ...]
     """Layouts of the stream in; one None where there is none."""
     leaving: tuple[Placements | None, ...]
     least: FloatArray
     """Seconds per step and what memory costs at the prices: no way is below."""
+
+
+@dataclass(frozen=True, eq=False)
+class Recipes(Least):
+    """The cheapest ways to run a piece, and what each takes."""
+
+    problem: FeatureProblem
     amounts: Amounts
     """The amounts of the ways that are chosen."""
     chosen: NDArray[np.intp]
@@ -149,19 +155,31 @@ class PieceSearch:
         self, kind: int, group: GroupKind, job: Job, microbatches: int, prices: Prices, *, again: bool = False
     ) -> Recipes:
         """Find the recipes of a class of pieces; see ``problem``."""
+        least, found = self._eliminated(kind, group, job, microbatches, prices, again=again)
+        problem, shape = found.problem, least.least.shape
+        chosen = without_needless(problem, found.decode())
+        amounts = _reshaped(found.amounts(chosen), shape)
+        return Recipes(**vars(least), problem=problem, amounts=amounts, chosen=chosen.reshape(-1, *shape))
+
+    @phase("recipes")
+    def least(
+        self, kind: int, group: GroupKind, job: Job, microbatches: int, prices: Prices, *, again: bool = False
+    ) -> Least:
+        """Find what the recipes of a class of pieces cost, not which they are."""
+        return self._eliminated(kind, group, job, microbatches, prices, again=again)[0]
+
+    def _eliminated(
+        self, kind: int, group: GroupKind, job: Job, microbatches: int, prices: Prices, *, again: bool
+    ) -> tuple[Least, Elimination]:
         problem = self.problem(kind, group, job, microbatches, again=again)
-        tables = wire_tables(problem)
         ends = self._ends(kind, problem)
         kept = tuple(unit for unit in ends if unit is not None)
-        found = eliminate(problem, tables, prices.state, prices.held, kept)
-        chosen = without_needless(problem, found.decode())
+        found = eliminate(problem, wire_tables(problem), prices.state, prices.held, kept)
         shape = (len(prices), *(1 if u is None else len(problem.units[u].seconds) for u in ends))
-        amounts = _reshaped(found.amounts(chosen), shape)
         arriving, leaving = (
             (None,) if unit is None else tuple(_layouts(problem.units[unit])) for unit in ends
         )
-        least = found.least.reshape(shape)
-        return Recipes(problem, arriving, leaving, least, amounts, chosen.reshape(-1, *shape))
+        return Least(arriving, leaving, found.least.reshape(shape)), found
 
     def saved(self, recipes: Sequence[Recipes]) -> FloatArray:
         """[classes] the most that a block of each class saves; 0 of other pieces: they are never computed again."""
@@ -239,14 +257,9 @@ def _layouts(numbers: UnitNumbers) -> list[Placements | None]:
     return found
 
 
-def cheaper(one: Recipes, other: Recipes) -> Recipes:
-    """Return the cheaper of two recipes in each place: what they take, not what they choose."""
-    better = other.least < one.least
-    amounts = (
-        np.where(better, getattr(other.amounts, name), getattr(one.amounts, name))
-        for name in Amounts.__dataclass_fields__
-    )
-    return replace(one, least=np.minimum(one.least, other.least), amounts=Amounts(*amounts))
+def cheaper(one: Least, other: Least) -> Least:
+    """Return what the cheaper of two recipes costs in each place."""
+    return Least(one.arriving, one.leaving, np.minimum(one.least, other.least))
 
 
 def without_needless(problem: FeatureProblem, chosen: NDArray[np.intp]) -> NDArray[np.intp]:
@@ -264,9 +277,11 @@ def without_needless(problem: FeatureProblem, chosen: NDArray[np.intp]) -> NDArr
             later = [any(digits(int(c), axes)[a] == DEFERRED for a in inner) for c in numbers.outputs[0]]
             may |= np.array(later, dtype=bool)[row]
     found = flat.copy()
-    columns, which = np.unique(flat[:, may], axis=1, return_inverse=True)
-    if columns.size:
-        found[:, may] = each_without_needless_sums(problem, columns)[:, which.reshape(-1)]
+    number: dict[bytes, int] = {}  # most choices are the same at many prices
+    which = [number.setdefault(choice.tobytes(), len(number)) for choice in flat.T[may]]
+    if number:
+        columns = np.stack([np.frombuffer(choice, dtype=flat.dtype) for choice in number], axis=1)
+        found[:, may] = each_without_needless_sums(problem, columns)[:, which]
     return found.reshape(chosen.shape)
 
 

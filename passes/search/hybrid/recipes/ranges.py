@@ -15,7 +15,7 @@ from functools import lru_cache
 import numpy as np
 
 from cost_models.arrays import FloatArray, IntArray
-from passes.search.hybrid.recipes.pieces import Recipes
+from passes.search.hybrid.recipes.pieces import Least, Recipes
 from passes.shard.words import Placements
 from passes.timings import phase
 
@@ -45,7 +45,7 @@ class Ranges:
 class Layouts:
     """Numbers for the layouts at joints, one numbering for all pieces. 0: a joint without a stream."""
 
-    def __init__(self, recipes: Sequence[Recipes]) -> None:
+    def __init__(self, recipes: Sequence[Least]) -> None:
         found: dict[Placements | None, int] = {None: 0}
         for own in recipes:
             for layout in (*own.arriving, *own.leaving):
@@ -55,7 +55,7 @@ class Layouts:
     def __len__(self) -> int:
         return len(self.number)
 
-    def square(self, own: Recipes, values: FloatArray, missing: float) -> FloatArray:
+    def square(self, own: Least, values: FloatArray, missing: float) -> FloatArray:
         """[prices, arrives, leaves] over all layouts, from an array over a recipe's own."""
         rows, columns = ([self.number[x] for x in side] for side in (own.arriving, own.leaving))
         found = np.full((len(values), len(self), len(self)), missing)
@@ -116,6 +116,21 @@ def ranges_of(
     return Ranges(number, np.concatenate(cheapest), np.concatenate(closed, axis=1))
 
 
+@phase("ranges")
+def least_of_ranges(kinds: Sequence[int], recipes: Sequence[Least]) -> tuple[IntArray, FloatArray]:
+    """Return ``number`` and ``least`` of the ``Ranges`` of pieces of ``kinds`` alone, that begin and end at no cost."""
+    layouts = Layouts(recipes)
+    each = np.stack([layouts.square(own, own.least, np.inf) for own in recipes])
+    number, unlike = _unlike(tuple(kinds))
+    grown: FloatArray | None = None
+    found: list[FloatArray] = []
+    for parents, added in unlike:
+        total = each[added] if grown is None else grown[parents][..., None] + each[added]
+        grown = total.min(axis=2)
+        found.append(grown.min(axis=-1))
+    return number, np.concatenate(found)
+
+
 @lru_cache(maxsize=16)
 def _unlike(kinds: tuple[int, ...]) -> tuple[IntArray, tuple[tuple[IntArray, IntArray], ...]]:
     """Number the unlike ranges of pieces of ``kinds``: [first, last + 1] of each range, -1: none.
@@ -142,8 +157,8 @@ def _unlike(kinds: tuple[int, ...]) -> tuple[IntArray, tuple[tuple[IntArray, Int
 def least_by_count(
     ranges: Ranges,
     kinds: Sequence[int],
-    kept: Sequence[Recipes],
-    anew: Sequence[Recipes | None],
+    kept: Sequence[Least],
+    anew: Sequence[Least | None],
     longest: int,
 ) -> FloatArray:
     """[unlike ranges, counts, prices] the least cost with exactly so many pieces computed again.
@@ -182,7 +197,7 @@ def _counted(before: FloatArray, keeping: FloatArray, again: FloatArray | None) 
     return found
 
 
-def whole_seconds(kinds: Sequence[int], recipes: Sequence[Recipes]) -> float:
+def whole_seconds(kinds: Sequence[int], recipes: Sequence[Least]) -> float:
     """Return the least cost of all pieces in a row, at the first price."""
     layouts = Layouts(recipes)
     each = [layouts.square(own, own.least[:1], np.inf)[0] for own in recipes]

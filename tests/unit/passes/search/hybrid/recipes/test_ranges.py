@@ -18,6 +18,7 @@ from passes.search.hybrid.recipes.ranges import (
     BUFFER,
     SAVED,
     Layouts,
+    least_of_ranges,
     ranges_of,
     whole_seconds,
 )
@@ -38,7 +39,7 @@ def random_recipes(rng: Generator) -> list[Recipes]:
         least = seconds + once + STATE_PRICES[:, None, None] * state + HELD_PRICES[:, None, None] * held
         amounts = Amounts(seconds, once, state, held, buffer)
         nothing = cast(Any, SimpleNamespace())
-        found.append(Recipes(nothing, arriving, leaving, least, amounts, nothing))
+        found.append(Recipes(arriving, leaving, least, nothing, amounts, nothing))
     return found
 
 
@@ -100,6 +101,16 @@ def test_no_layouts_at_joints_are_cheaper(seed: int) -> None:
             rows.tolist() == pytest.approx(amounts_of(recipes, first, joints, price)) for joints in cheapest
         )
         assert rows[SAVED] == max(SAVES[kind] for kind in KINDS[first:end])
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_costs_alone_are_those_of_the_ways(seed: int) -> None:
+    recipes = random_recipes(default_rng(seed))
+    free = np.zeros((4, len(Layouts(recipes))))
+    found = ranges_of(KINDS, recipes, free, free)
+    number, least = least_of_ranges(KINDS, recipes)
+    assert (number == found.number).all()
+    assert (least == found.least).all()
 
 
 def test_equal_ranges_are_one() -> None:
