@@ -18,6 +18,7 @@ from passes.costs.costs import costs_of
 from passes.graph.graph import OpGraph
 from passes.lower.job import Job
 from passes.search.fastest import fastest_of
+from passes.search.hybrid import search
 from passes.search.hybrid.fix import Fix, read_fix
 from passes.search.hybrid.provider import GroupsProvider
 from passes.search.hybrid.relax.infeasible import largest, smallest
@@ -219,3 +220,32 @@ def test_the_work_is_bounded_in_solved_options_and_tables(monkeypatch: pytest.Mo
     refused(graph(), machine, HybridRequest(Job(SAMPLES)))
     options = len(GroupSearch(graph(), costs_of(graph(), machine), machine, Job(SAMPLES)).options())
     assert len(solves) <= 12 * options
+
+
+TIGHT = 6.1 * MIB
+"""Eight devices hold the parameters and their state once, and hardly anything else."""
+
+
+def test_devices_that_cannot_hold_the_parameters_once_are_not_searched() -> None:
+    request = HybridRequest(Job(SAMPLES))
+    for memory, searched in ((5 * MIB, False), (TIGHT, True)):
+        machine = cluster(memory_bytes=memory)
+        own = GroupSearch(graph(), costs_of(graph(), machine), machine, request.job)
+        survey = own.survey(math.inf)
+        assert not survey.solved
+        assert bool(own.tables.known) is searched
+
+
+def test_a_search_that_finds_nothing_ends_with_the_time_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not before some options were tried: a first plan is worth waiting for."""
+    machine = cluster(memory_bytes=TIGHT)
+    own = GroupSearch(graph(), costs_of(graph(), machine), machine, Job(SAMPLES))
+    monkeypatch.setattr(search, "PATIENCE", len(own.options()))
+    patient = own.survey(0.0)
+    assert (patient.solved, patient.stopped) == ((), "")
+    monkeypatch.setattr(search, "PATIENCE", 1)
+    hasty = own.survey(0.0)
+    assert (hasty.solved, hasty.stopped) == ((), "time limit")
+    error = refused(graph(), machine, HybridRequest(Job(SAMPLES), time_limit_seconds=1e-6))
+    assert "that was looked at fits" in error.because[0]
+    assert error.because[0].endswith("time limit")
