@@ -63,8 +63,8 @@ def with_change(
     """Do what a suggestion says."""
     if found := re.match(r"devices with ([\d.,]+ \w+) of usable memory \(of", words):
         size = parse_bytes(found[1].replace(",", ""))
-        # three digits are written
-        return with_memory(machine, 1.005 * size / machine.devices[0].memory_bytes), request
+        # three digits are written: at most so much was cut off
+        return with_memory(machine, 1.001 * size / machine.devices[0].memory_bytes), request
     if found := re.match(r"devices with ([\d.]+) times the memory", words):
         return with_memory(machine, 1.005 * float(found[1])), request
     if found := re.match(r"(\d+) more node", words):
