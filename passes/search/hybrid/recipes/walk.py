@@ -10,11 +10,15 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from cost_models.arrays import FloatArray
+from cost_models.arrays import FloatArray, IntArray
 from passes.search.hybrid.recipes.composed import Composed
 from passes.search.hybrid.recipes.mixes import Mix
 from passes.search.hybrid.recipes.pieces import Recipes
 from passes.search.hybrid.recipes.ranges import Layouts
+
+EQUAL = 1e-12
+"""Relative difference of sums of some hundred costs up to which they count as equal: rounding, far below what the second
+count of the objective allows."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -93,14 +97,24 @@ def needed_bytes(steps: Sequence[Step], held: int) -> float:
 
 
 def _cheapest(costs: Sequence[FloatArray]) -> list[int]:
-    """Return the cheapest row of layouts, of which each pair in turn costs what a matrix says."""
+    """Return the cheapest row of layouts, of which each pair in turn costs what a matrix says.
+
+    Of equal cost, the first each time: equal layers then have equal layouts, and equal stages are sharded once.
+    """
     least = np.zeros(len(costs[0]))
     before = []
     for cost in costs:
         total = least[:, None] + cost
-        before.append(total.argmin(axis=0))
+        before.append(_first_least(total))
         least = total.min(axis=0)
-    joints = [int(least.argmin())]
+    joints = [int(_first_least(least))]
     for step in reversed(before):
         joints.append(int(step[joints[-1]]))
     return joints[::-1]
+
+
+def _first_least(costs: FloatArray) -> IntArray:
+    """Return the first place along the first axis with the least cost, but for rounding."""
+    least = costs.min(axis=0)
+    found: IntArray = (costs <= least + EQUAL * np.abs(least)).argmax(axis=0)
+    return found
