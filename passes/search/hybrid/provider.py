@@ -111,7 +111,7 @@ class GroupsProvider:
             [own.simulated for own in tried],
             self._fitted,
             one_queue=self.one_queue,
-            unsolved=survey.options - len(survey.bounds) if survey.stopped else 0,
+            untried=survey.untried,
             deadline=time.perf_counter() + self._seconds,
         )
 

@@ -73,6 +73,8 @@ class Survey:
     """Seconds that no pipeline of any other option is below."""
     stopped: Literal["", "time limit", "interrupted"]
     """The reason why not all were looked at, if it is none of theirs."""
+    untried: int
+    """Options that were neither solved nor bounded to the end by then."""
 
     @property
     def bound_seconds(self) -> float:
@@ -163,7 +165,8 @@ class GroupSearch:
                 raise
             stopped = "interrupted"
         ranked = tuple(sorted(search.found, key=lambda solved: solved.seconds))
-        return Survey(ranked, len(listed), tuple(search.bounds), search.least_seconds, stopped)
+        left = search.untried if stopped else 0
+        return Survey(ranked, len(listed), tuple(search.bounds), search.least_seconds, stopped, left)
 
     def staged(self, option: GroupOption, room: float = 1.0) -> Staged[Composed] | None:
         """Return the option's stages; None where the tables of its groups would be too large."""
@@ -269,10 +272,15 @@ class _Survey:
         """No pipeline of an option that is not solved is below."""
         return min(own[0] for own in (self._now, *self._open[:1], (math.inf,)) if own is not None)
 
+    @property
+    def untried(self) -> int:
+        """The number of options that may hold a better pipeline and were not solved."""
+        return len(self._open) - len(self._unfit if math.isinf(self.best_seconds) else ())
+
     def is_over(self) -> bool:
         """Tell whether no option is left that may be better, or nearly as good while there are few that are."""
         slack = 1.0 if self.found and self._solved >= ENOUGH else SLACK
-        if math.isinf(self.best_seconds) and len(self._unfit) == len(self._open):
+        if not self.untried:
             return True
         return self.least_seconds >= self.best_seconds * slack
 

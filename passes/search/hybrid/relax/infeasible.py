@@ -201,12 +201,12 @@ def infeasible(
     fit: Fit,
     *,
     one_queue: bool,
-    unsolved: int,
+    untried: int,
     deadline: float,
 ) -> InfeasibleError:
     """Say what is short in the plan that overflows least, and what would do. ``tried``: what was simulated.
 
-    ``unsolved``: options that the time limit left open. ``deadline``: value of ``time.perf_counter`` to stop at.
+    ``untried``: options that the time limit left open. ``deadline``: value of ``time.perf_counter`` to stop at.
     """
     report_phase("what would fit")
     allowance = Allowance(max(FEWEST_TABLES, len(search.tables.known)))
@@ -225,13 +225,13 @@ def infeasible(
     except KeyboardInterrupt:
         ways.append("(interrupted: more was not looked for)")
     because = ["no pipeline of sharded stages fits"]
-    if unsolved:
+    if untried:
         because = [
-            f"no pipeline of sharded stages that was looked at fits, {unsolved:,} kinds were not: time limit"
+            f"no pipeline of sharded stages that was looked at fits, {untried:,} kinds were not: time limit"
         ]
     if found:
         least = min(found, key=lambda s: s.overflow_bytes)
-        because = [*because[: bool(unsolved)], f"{Label.of_groups(least.candidate)}, simulated:"]
+        because = [*because[: bool(untried)], f"{Label.of_groups(least.candidate)}, simulated:"]
         because += shortfalls(enumerate(map(int, least.peak_bytes)), judge.cluster.devices)
     return InfeasibleError(
         f"{search.graph.model_name} does not fit {judge.cluster.name}",
