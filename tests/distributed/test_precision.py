@@ -119,12 +119,14 @@ def eager(case: str, microbatches: int, *, tied: bool = False) -> tuple[list[flo
 
 
 def bytes_held(engine: Engine) -> int:
-    """Of every storage that lives from step to step, once: both tensors of a parameter, gradients, optimizer state."""
+    """Of every storage that lives all through a step, once: both tensors of a parameter, gradients, optimizer state, batch."""
     tensors = [*engine.state.leaves.values(), *engine.parameters.values()]
     tensors += [t.grad for t in tensors if t.grad is not None]
     tensors += [
         t for state in engine.optimizer.state.values() for t in state.values() if isinstance(t, Tensor)
     ]
+    for _, shared in engine.executor._training._bound.values():
+        tensors += [piece for pieces in shared.pieces.values() for piece in pieces]
     storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
     return sum(storages.values())
 

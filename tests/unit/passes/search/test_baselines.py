@@ -53,7 +53,7 @@ def test_more_micro_batches_where_memory_is_tight(traced: tuple[OpGraph, GraphCo
     job = Job(4096)
     roomy = one_device(graph, costs, cluster({"preset": "H100-80GB"}), job)
     tight = one_device(
-        graph, costs, cluster({"preset": "H100-80GB", "memory": "4MiB", "memory_reserved": 0}), job
+        graph, costs, cluster({"preset": "H100-80GB", "memory": "7MiB", "memory_reserved": 0}), job
     )
     none = one_device(
         graph, costs, cluster({"preset": "H100-80GB", "memory": "1MiB", "memory_reserved": 0}), job
