@@ -119,7 +119,7 @@ def eager(case: str, microbatches: int, *, tied: bool = False) -> tuple[list[flo
 
 
 def bytes_held(engine: Engine) -> int:
-    """Of every storage that lives all through a step, once: both tensors of a parameter, gradients, optimizer state, batch."""
+    """Count every storage that lives all through a step, once: tensors of parameters, gradients, their state, the batch."""
     tensors = [*engine.state.leaves.values(), *engine.parameters.values()]
     tensors += [t.grad for t in tensors if t.grad is not None]
     tensors += [
