@@ -33,16 +33,16 @@ from passes.graph.graph import OpGraph, tensor_specs
 from passes.search.feature.bridges import summed_beside
 from passes.search.feature.graph import ValueName, kept_operands, makes_values, value_name
 from passes.search.feature.local import local_cost
-from passes.search.feature.options import bytes_of, parts_of, storage_share
+from passes.search.feature.options import bytes_of, parts_of, placements_of, storage_share
 from passes.search.feature.parameters import ShardedParameter, sum_bytes
 from passes.search.feature.seconds import (
     LocalRows,
-    byte_shares,
     layers_of,
     local_seconds,
     local_weight_seconds,
     parts_of_sum,
-    trained_operands,
+    splits_samples,
+    traffic_of_parts,
     weight_rows,
 )
 from passes.search.feature.setting import Setting
@@ -117,7 +117,7 @@ class WholeGraph:
 
     def ops(self) -> tuple[dict[str, float], float]:
         """(seconds of each op on its shards in one micro-batch, without collectives; bytes saved for backward)."""
-        shape = self.placement.mesh.shape
+        shape, batch = self.placement.mesh.shape, self.graph.batch.batch_symbol
         rows = []
         shares: dict[str, tuple[np.ndarray, np.ndarray]] = {}
         for index, node in enumerate(self.graph.ops):
@@ -133,16 +133,14 @@ class WholeGraph:
             for c, size in zip(choice, shape, strict=True):
                 placements = (*(need.placement for need in c.inputs), *c.outputs)
                 busy /= size if any(isinstance(p, Shard) for p in placements) else 1
-            traffic = byte_shares(
-                node.target,
-                [bytes_of(self._spec(source), self.symbols) for source in operands(node)],
-                [bytes_of(spec, self.symbols) for spec in tensor_specs(node)],
-                np.array([read]).reshape(1, -1),
-                np.array([made]),
-                trained_operands(self.graph, node),
-            )
+            specs = [self._spec(source) for source in operands(node)], tensor_specs(node)
+            splits = (splits_samples([*specs[0], *specs[1]], placements_of(c), batch) for c in choice)
+            parts = math.prod(size for size, own in zip(shape, splits, strict=True) if own)
+            number = np.array([math.gcd(parts, self.samples)])
+            local = np.array([read]).reshape(1, -1), np.array([made])
+            traffic = traffic_of_parts(self.graph, node, specs, self.symbols, local, number)
             forwards = 2 if node.name in self.again.twice else 1
-            rows.append(LocalRows(np.array([index]), np.array([busy]), traffic, forwards))
+            rows.append(LocalRows(np.array([index]), np.array([busy]), traffic, number, forwards))
             shares[node.name] = np.array([made]), np.array([busy])
         seconds = local_seconds(self.costs, rows, self.samples, self.setting.devices)
         return dict(zip(shares, seconds.tolist(), strict=True)), self._saved(shares)

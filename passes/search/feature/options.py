@@ -22,7 +22,7 @@ from passes.graph.graph import OpGraph
 from passes.graph.signatures import concrete
 from passes.search.feature.codes import BITS, DEFERRED, WHOLE, need_code, source_code
 from passes.search.feature.graph import Unit
-from passes.search.feature.seconds import ByteShares, byte_shares, trained_operands
+from passes.search.feature.seconds import ByteShares, splits_samples, traffic_of_parts
 from passes.shard.words import Choice, short
 from runtime.segment.code import Dim, TensorSpec
 
@@ -44,26 +44,28 @@ class Options:
     operand_share: FloatArray
     output_share: FloatArray
     work_share: FloatArray
-    _traffic: dict[tuple[int, ...], ByteShares] = field(default_factory=dict)
+    _split: dict[tuple[int, ...], tuple[IntArray, ByteShares]] = field(default_factory=dict)
 
     @property
     def count(self) -> int:
         return len(self.axes)
 
-    def traffic_of(self, unit: Unit, graph: OpGraph, symbols: Mapping[sympy.Symbol, int]) -> ByteShares:
-        """Return the shares of the memory traffic of ``unit``, an op, that a rank has."""
+    def split(
+        self, unit: Unit, graph: OpGraph, shape: Sequence[int], symbols: Mapping[sympy.Symbol, int]
+    ) -> tuple[IntArray, ByteShares]:
+        """Return the parts that samples are split in, and the shares of the memory traffic of ``unit``, an op, that a rank
+        has of its part. ``shape``: of the mesh."""
         sizes = tuple(symbols.values())
-        if sizes not in self._traffic:
-            node = graph.nodes[unit.name]
-            self._traffic[sizes] = byte_shares(
-                node.target,
-                [bytes_of(spec, symbols) for spec in unit.operands],
-                [bytes_of(spec, symbols) for spec in unit.outputs],
-                self.operand_share,
-                self.output_share,
-                trained_operands(graph, node),
-            )
-        return self._traffic[sizes]
+        if sizes not in self._split:
+            specs, batch = (*unit.operands, *unit.outputs), graph.batch.batch_symbol
+            splits = np.array([splits_samples(specs, placements_of(c), batch) for c in self.choices])
+            parts = np.where(splits[self.axes], np.array(shape, dtype=np.int64), 1).prod(axis=1)
+            parts = np.gcd(parts, symbols[batch])
+            both = unit.operands, unit.outputs
+            shares = self.operand_share, self.output_share
+            traffic = traffic_of_parts(graph, graph.nodes[unit.name], both, symbols, shares, parts)
+            self._split[sizes] = parts, traffic
+        return self._split[sizes]
 
     def keep(self, chosen: NDArray[np.bool_]) -> Options:
         """Return those options alone."""
@@ -143,7 +145,7 @@ class _Products:
             factor = np.ones((ways, len(dims)), dtype=np.int64)
             busy = np.ones(ways)
             for k, choice in enumerate(choices):
-                for t, placement in enumerate(_placements(choice)):
+                for t, placement in enumerate(placements_of(choice)):
                     if isinstance(placement, Shard):
                         factor[k, column[t, placement.dim]] = size
                         busy[k] = 1 / size
@@ -194,7 +196,8 @@ def _counts_divide(choices: Sequence[Choice], axes: IntArray, shape: Sequence[in
     return fits
 
 
-def _placements(choice: Choice) -> tuple[Placement, ...]:
+def placements_of(choice: Choice) -> tuple[Placement, ...]:
+    """Return the placements of the tensors that an op reads, then of those that it makes."""
     return (*(need.placement for need in choice.inputs), *choice.outputs)
 
 

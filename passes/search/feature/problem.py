@@ -219,10 +219,13 @@ class _Builder:
         pieces: list[tuple[int, int]] = []  # (unit, how many members) of each run of rows
         for unit in ops:
             o = options[unit.index]
-            traffic = o.traffic_of(unit, self.problem.space.graph, self.problem.symbols)
+            parts, traffic = o.split(
+                unit, self.problem.space.graph, self.problem.mesh.shape, self.problem.symbols
+            )
             for member, count in self._unlike_members(unit).items():
                 twice = self.problem.space.graph.ops[member].name in self.problem.space.again.twice
-                rows.append(LocalRows(np.full(o.count, member), o.work_share, traffic, 2 if twice else 1))
+                forwards = 2 if twice else 1
+                rows.append(LocalRows(np.full(o.count, member), o.work_share, traffic, parts, forwards))
                 pieces.append((unit.index, count))
         flat = local_seconds(self.problem.space.costs, rows, self.problem.samples, self.setting.devices)
         found = {unit.index: np.zeros(options[unit.index].count) for unit in ops}
@@ -259,11 +262,12 @@ class _Builder:
     def _unlike_members(self, unit: Unit) -> dict[int, int]:
         """Op index -> how many of the unit's members cost the same: equal ops may have unlike numbers of readers, whose
         gradients are summed on the op's account, and not all may run twice."""
-        extra = self.problem.space.costs.exact(self.problem.samples).rates.extra
+        sizes = 1, self.problem.samples  # a rank may have one sample, and is costed as such
+        extras = [self.problem.space.costs.exact(size).rates.extra for size in sizes]
         found: dict[object, list[int]] = {}
         for name in unit.members:
             i = self.problem.space.op_index[name]
-            key = extra.of(i), name in self.problem.space.again.twice
+            key = *(extra.of(i) for extra in extras), name in self.problem.space.again.twice
             found.setdefault(key, []).append(i)
         return {members[0]: len(members) for members in found.values()}
 

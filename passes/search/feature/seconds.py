@@ -9,6 +9,9 @@ An op of W operations and Q bytes, on a rank that has the share w of the work an
                                p = Σ local bytes of these parameters / Σ their bytes: splitting samples does not split them
     launches     as many
 
+W, Q and S are those of the samples that a rank has, where samples are split: so ranks that split nothing else take as long
+as one rank with their samples alone.
+
 Seconds of an op are forward, input half and weight half together: on a GPU the longer of launching and running each, on a
 CPU their sum (``cost_models.compute``). What runs replicated costs in full.
 
@@ -27,22 +30,24 @@ is shared follows from its need of x [b* i]:
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
 import sympy
 import torch
+from numpy.typing import NDArray
 from torch import fx
 
-from cost_models.arrays import FloatArray
+from cost_models.arrays import FloatArray, IntArray
 from cost_models.compute import ComputeDevice, IndexArray, PhaseSeconds
-from cost_models.layout import Replicate, Shard
+from cost_models.layout import Placement, Replicate, Shard
 from passes.costs.costs import GraphCosts
 from passes.costs.seconds import OpRates, OpTable
 from passes.graph.graph import OpGraph, tensor_specs
 from passes.shard.words import Need, operands
+from runtime.segment.code import Dim, TensorSpec
 
 aten = torch.ops.aten
 LOOKUPS = frozenset(
@@ -67,6 +72,9 @@ class LocalRows(NamedTuple):
     ops: IndexArray
     work: FloatArray
     traffic: ByteShares
+    """Shares of the traffic of a rank's part of the samples."""
+    parts: IntArray
+    """The parts that samples are split in."""
     forwards: int = 1
     """The times that they run forward: 2 where backward computes them again."""
 
@@ -75,15 +83,13 @@ def local_seconds(
     costs: GraphCosts, rows: Sequence[LocalRows], samples: int, devices: Sequence[ComputeDevice]
 ) -> FloatArray:
     """Seconds of all rows, one after the other, each op on the slowest of ``devices``."""
-    local, rates = _local(costs, rows, samples)
-    once = np.ones(len(local.output_bytes))
     forwards = np.repeat([float(row.forwards) for row in rows], [len(row.ops) for row in rows])
-    slowest = np.zeros(len(once))
-    for device in devices:
-        total = np.zeros(len(once))
-        for phase, times in zip(rates.phases(local, device), (forwards, once, once), strict=True):
-            total += times * _seconds(phase, device)
-        slowest = np.maximum(slowest, total)
+    slowest = np.zeros(len(forwards))
+    for chosen, local, rates in _local(costs, rows, samples):
+        for device in devices:
+            forward, *backward = (_seconds(phase, device) for phase in rates.phases(local, device))
+            total = forwards[chosen] * forward + sum(backward)
+            slowest[chosen] = np.maximum(slowest[chosen], total)
     return slowest
 
 
@@ -95,10 +101,12 @@ def local_weight_seconds(
     without_sums = [
         row._replace(traffic=row.traffic._replace(sum_bytes=np.ones(len(row.ops)))) for row in rows
     ]
-    local, rates = _local(costs, without_sums, samples)  # all of the sums, which the rates then leave out
-    slowest = np.zeros(len(local.output_bytes))
-    for device in devices:
-        slowest = np.maximum(slowest, _seconds(rates.weight_gradient_seconds(local, device), device))
+    slowest = np.zeros(sum(len(row.ops) for row in rows))
+    # all of the sums, which the rates then leave out
+    for chosen, local, rates in _local(costs, without_sums, samples):
+        for device in devices:
+            seconds = _seconds(rates.weight_gradient_seconds(local, device), device)
+            slowest[chosen] = np.maximum(slowest[chosen], seconds)
     return slowest
 
 
@@ -108,25 +116,42 @@ def _seconds(phase: PhaseSeconds, device: ComputeDevice) -> FloatArray:
     return np.maximum(phase.kernel, phase.launch) if on_gpu else phase.kernel + phase.launch
 
 
-def _local(costs: GraphCosts, rows: Sequence[LocalRows], samples: int) -> tuple[OpTable, OpRates]:
-    """Return a rank's work in each row, and the rates at which it is done."""
-    ops, work_share = (np.concatenate([row[i] for row in rows]) for i in range(2))
-    traffic = ByteShares(*map(np.concatenate, zip(*(row.traffic for row in rows), strict=True)))
-    exact = costs.exact(samples)
-    work, rates = exact.at(samples).rows(ops), exact.rates.rows(ops)
-    sums = rates.extra.accumulated_bytes
-    local = replace(
-        work,
-        forward_flops=work.forward_flops * work_share,
-        backward_input_flops=work.backward_input_flops * work_share,
-        backward_weight_flops=work.backward_weight_flops * work_share,
-        forward_bytes=work.forward_bytes * traffic.bytes,
-        backward_input_bytes=work.backward_input_bytes * traffic.bytes,
-        backward_weight_bytes=(work.backward_weight_bytes - sums) * traffic.weight_bytes
-        + sums * traffic.sum_bytes,
-        output_bytes=work.output_bytes * traffic.bytes,
+def _local(
+    costs: GraphCosts, rows: Sequence[LocalRows], samples: int
+) -> Iterator[tuple[NDArray[np.bool_], OpTable, OpRates]]:
+    """Yield the rows whose ranks have as many samples each, a rank's work in each, and the rates at which it is done."""
+    ops, work, parts = (
+        np.concatenate([getattr(row, name) for row in rows]) for name in ("ops", "work", "parts")
     )
-    return local, rates
+    traffic = ByteShares(*map(np.concatenate, zip(*(row.traffic for row in rows), strict=True)))
+    for count in np.unique(parts).tolist():
+        chosen = parts == count
+        exact, of = costs.exact(samples // count), ops[chosen]
+        yield (
+            chosen,
+            _shared(
+                exact.at(samples // count).rows(of),
+                exact.rates.rows(of).extra.accumulated_bytes,
+                work[chosen] * count,
+                ByteShares(*(each[chosen] for each in traffic)),
+            ),
+            exact.rates.rows(of),
+        )
+
+
+def _shared(whole: OpTable, sums: FloatArray, work: FloatArray, traffic: ByteShares) -> OpTable:
+    """Return a rank's share of ``whole``, of whose weight half ``sums`` bytes add gradients."""
+    return replace(
+        whole,
+        forward_flops=whole.forward_flops * work,
+        backward_input_flops=whole.backward_input_flops * work,
+        backward_weight_flops=whole.backward_weight_flops * work,
+        forward_bytes=whole.forward_bytes * traffic.bytes,
+        backward_input_bytes=whole.backward_input_bytes * traffic.bytes,
+        backward_weight_bytes=(whole.backward_weight_bytes - sums) * traffic.weight_bytes
+        + sums * traffic.sum_bytes,
+        output_bytes=whole.output_bytes * traffic.bytes,
+    )
 
 
 def byte_shares(
@@ -158,6 +183,52 @@ def trained_operands(graph: OpGraph, node: fx.Node) -> list[bool]:
     for source in operands(node):
         given = graph.input_of.get(source.name)
         found.append(given is not None and given.kind == "parameter" and source.name in graph.needs_grad)
+    return found
+
+
+def splits_samples(
+    specs: Sequence[TensorSpec], placements: Sequence[Placement], batch_symbol: sympy.Symbol
+) -> bool:
+    """Tell whether a dimension that samples are counted in is split. ``specs``: of what an op reads and makes."""
+    return any(
+        isinstance(placement, Shard) and _is_counted(spec.shape[placement.dim], batch_symbol)
+        for spec, placement in zip(specs, placements, strict=True)
+    )
+
+
+def counts_samples(spec: TensorSpec, batch_symbol: sympy.Symbol) -> bool:
+    """Tell whether samples are counted in a dimension of a tensor."""
+    return any(_is_counted(dim, batch_symbol) for dim in spec.shape)
+
+
+def _is_counted(dim: Dim, batch_symbol: sympy.Symbol) -> bool:
+    return not isinstance(dim, int) and batch_symbol in dim.free_symbols
+
+
+def traffic_of_parts(
+    graph: OpGraph,
+    node: fx.Node,
+    specs: tuple[Sequence[TensorSpec], Sequence[TensorSpec]],
+    symbols: Mapping[sympy.Symbol, int],
+    shares: tuple[FloatArray, FloatArray],
+    parts: IntArray,
+) -> ByteShares:
+    """Compute ``byte_shares`` of a rank's part of the samples. ``specs``, ``shares``: of tensors read, and of those made;
+    ``parts``: [options] that samples are split in."""
+    trained, samples = trained_operands(graph, node), symbols[graph.batch.batch_symbol]
+    found = ByteShares(*(np.zeros(len(parts)) for _ in ByteShares._fields))
+    for count in np.unique(parts).tolist():
+        chosen, own = parts == count, {**symbols, graph.batch.batch_symbol: samples // count}
+        local = [[spec.size_bytes(own) for spec in side] for side in specs]
+        of_local = [
+            share[chosen]
+            * [spec.size_bytes(symbols) / max(size, 1) for spec, size in zip(side, sizes, strict=True)]
+            for share, side, sizes in zip(shares, specs, local, strict=True)
+        ]
+        read, made = local
+        part = byte_shares(node.target, read, made, of_local[0], of_local[1], trained)
+        for into, each in zip(found, part, strict=True):
+            into[chosen] = each
     return found
 
 
@@ -203,24 +274,21 @@ def weight_rows(
     """Return the shares of a layer's work on a mesh of ``shape``, one row for each way to need its input. ``index``: among
     the graph's ops."""
     specs = [tensor_specs(source)[0] for source in operands(layer)]
-    last = len(specs[0].shape) - 1
+    last, batch = len(specs[0].shape) - 1, graph.batch.batch_symbol
     columns, rows, samples = (np.ones(len(needs)) for _ in range(3))
+    parts = np.ones(len(needs), dtype=np.int64)
     for k, need in enumerate(needs):
         for own, size in zip(need, shape, strict=True):
             if isinstance(own.placement, Shard):
                 (rows if own.placement.dim == last else samples)[k] /= size
+                parts[k] *= size if _is_counted(specs[0].shape[own.placement.dim], batch) else 1
             elif isinstance(own.placement, Replicate) and own.partial_gradient:
                 columns[k] /= size
     shares = (samples * rows, columns * rows, columns)[: len(specs)]
-    traffic = byte_shares(
-        layer.target,
-        [spec.size_bytes(symbols) for spec in specs],
-        [spec.size_bytes(symbols) for spec in tensor_specs(layer)],
-        np.stack(shares, axis=1),
-        (samples * columns)[:, None],
-        trained_operands(graph, layer),
-    )
-    return LocalRows(np.full(len(needs), index), columns * rows * samples, traffic)
+    parts = np.gcd(parts, symbols[batch])
+    both = np.stack(shares, axis=1), (samples * columns)[:, None]
+    traffic = traffic_of_parts(graph, layer, (specs, tensor_specs(layer)), symbols, both, parts)
+    return LocalRows(np.full(len(needs), index), columns * rows * samples, traffic, parts)
 
 
 def parts_of_sum(layers: Sequence[fx.Node], times: Sequence[int]) -> FloatArray:

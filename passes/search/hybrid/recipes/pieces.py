@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from cost_models.arrays import FloatArray
 from cost_models.cluster import ClusterSpec
-from cost_models.layout import Mesh, Replicate
+from cost_models.layout import Mesh, Replicate, Shard
 from passes.costs.costs import GraphCosts, costs_of
 from passes.graph.graph import OpGraph
 from passes.lower.job import Job
@@ -26,9 +26,10 @@ from passes.search.feature.bound import wire_tables
 from passes.search.feature.bridges import Bridges
 from passes.search.feature.codes import DEFERRED, digits
 from passes.search.feature.graph import FeatureGraph, Unit, feature_graph, leaving_name
-from passes.search.feature.options import Options
+from passes.search.feature.options import Options, placements_of
 from passes.search.feature.pins import Pin, pins_of_part, resolve, restricted
 from passes.search.feature.problem import FeatureProblem, UnitNumbers, build_problem
+from passes.search.feature.seconds import counts_samples
 from passes.search.feature.setting import PartPlace, Setting
 from passes.search.feature.ties import each_without_needless_sums
 from passes.search.hybrid.recipes.eliminate import Amounts, Elimination, eliminate
@@ -146,6 +147,8 @@ class PieceSearch:
         def restrict(unit: Unit, numbers: UnitNumbers) -> UnitNumbers:
             pin = pins.get(unit.name)
             numbers = numbers if pin is None else restricted(unit, numbers, pin, len(names))
+            if group.replicas > 1 and unit.kind == "op":
+                numbers = self._whole_on_replicas(unit, numbers)
             return self._at_joints(kind, group, unit, numbers)
 
         return build_problem(space, group.mesh, microbatches, setting, self._bridges[group], restrict)
@@ -220,6 +223,17 @@ class PieceSearch:
         into, out = self._streams(kind)
         left = None if out is None else problem.space.unit_of.get(leaving_name(out))
         return (None if into is None else problem.space.unit_of.get(into)), left
+
+    def _whole_on_replicas(self, unit: Unit, numbers: UnitNumbers) -> UnitNumbers:
+        """Leave an op of no samples the ways that replicas do not share: else more of them would take less."""
+        batch, detail = self.pieces.graph.batch.batch_symbol, numbers.detail
+        if not isinstance(detail, Options) or any(
+            counts_samples(spec, batch) for spec in (*unit.operands, *unit.outputs)
+        ):
+            return numbers
+        split = np.array([any(isinstance(p, Shard) for p in placements_of(c)) for c in detail.choices])
+        keep = ~split[detail.axes[numbers.index, 0]]
+        return numbers.keep(keep) if keep.any() else numbers
 
     def _at_joints(self, kind: int, group: GroupKind, unit: Unit, numbers: UnitNumbers) -> UnitNumbers:
         """Leave a unit at a piece's border the layouts that it may have there."""
