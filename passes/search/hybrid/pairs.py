@@ -151,7 +151,7 @@ def _before(
     stage of either round.
     """
     found = np.full_like(rest, np.inf)
-    if not (begins[0] and begins[1]):
+    if not (begins[0] and begins[1] and all(longest)):
         return found
     (one, one_ends), (two, two_ends) = (
         _stages(plane, own, most) for plane, own, most in zip((ahead, behind), begins, longest, strict=True)

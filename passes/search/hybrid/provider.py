@@ -41,7 +41,7 @@ class GroupsProvider:
     slack = SLACK
     _surveys: list[Survey] = field(default_factory=list)
     _seconds: float = math.inf
-    """Time that the last search was given."""
+    """Time that the first search was given."""
 
     def proposals(
         self, known_seconds: float, room: float, deadline: float
@@ -49,7 +49,8 @@ class GroupsProvider:
         """Return the best of every option that was solved; see ``Provider``."""
         if not self.search.options():
             return []
-        self._seconds = deadline - time.perf_counter()
+        if not self._surveys:
+            self._seconds = deadline - time.perf_counter()
         survey = self.search.survey(deadline, room, known_seconds)
         self._surveys.append(survey)
         return [_proposal(solved) for solved in survey.solved[:SIMULATIONS]]
@@ -72,10 +73,11 @@ class GroupsProvider:
         if not self._surveys:
             return Proved("no equal groups", "listing", math.inf, ())
         survey = self._surveys[0]
+        solved = sum(math.isfinite(seconds) for _, seconds in survey.bounds)
         space = (
             f"equal groups in each pool of equal nodes of {search.cluster.world_size} devices, pools in any order or left "
             f"out, cut between {len(search.pieces)} pieces; shards inside a node, replicas around them; "
-            f"{len(survey.bounds)} of {survey.options} listed degrees and micro-batch counts solved, the rest bounded"
+            f"{solved} of {survey.options} listed degrees and micro-batch counts solved, the rest bounded"
         )
         method = (
             "layouts by min-sum elimination, stages by a dynamic program, bottlenecks by branch and bound"
@@ -111,7 +113,7 @@ class GroupsProvider:
             [own.simulated for own in tried],
             self._fitted,
             one_queue=self.one_queue,
-            untried=survey.untried,
+            untried=f"{survey.untried:,} kinds were not: {survey.stopped}" if survey.untried else "",
             deadline=time.perf_counter() + self._seconds,
         )
 

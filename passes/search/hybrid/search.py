@@ -264,23 +264,25 @@ class _Survey:
         self._now: tuple[float, int, int] | None = None
         """The option at work, which is not among the open ones meanwhile."""
         self._steps = self._solved = 0
-        self._unfit: set[int] = set()
-        """Options in which nothing was found to fit while nothing was in any. They are bounded if something is found."""
+        self._unfit: list[tuple[float, int, int]] = []
+        """Options in which nothing fits while nothing is found in any. They are open again once something is."""
 
     @property
     def least_seconds(self) -> float:
         """No pipeline of an option that is not solved is below."""
-        return min(own[0] for own in (self._now, *self._open[:1], (math.inf,)) if own is not None)
+        waiting = (self._now, *self._open[:1], *self._unfit, (math.inf,))
+        return min(own[0] for own in waiting if own is not None)
 
     @property
     def untried(self) -> int:
         """The number of options that may hold a better pipeline and were not solved."""
-        return len(self._open) - len(self._unfit if math.isinf(self.best_seconds) else ())
+        tried = {id(solved.option) for solved in self.found}
+        return sum(id(self.options[number]) not in tried for _, number, _ in self._open)
 
     def is_over(self) -> bool:
         """Tell whether no option is left that may be better, or nearly as good while there are few that are."""
         slack = 1.0 if self.found and self._solved >= ENOUGH else SLACK
-        if not self.untried:
+        if not self._open:
             return True
         return self.least_seconds >= self.best_seconds * slack
 
@@ -302,15 +304,19 @@ class _Survey:
         if self.found or self._steps <= FIRST:
             self._now = heapq.heappop(self._open)
         else:
-            self._now = min(self._open, key=lambda own: (own[1] in self._unfit, -own[2], own[0]))
+            self._now = min(self._open, key=lambda own: (-own[2], own[0]))
             self._open.remove(self._now)
             heapq.heapify(self._open)
         further = self._further(*self._now)
         if further is None or further[0] == math.inf:
             self.bounds.append((self.options[self._now[1]], (further or self._now)[0]))
+        elif further == self._now:
+            self._unfit.append(further)
         else:
             heapq.heappush(self._open, further)
         self._now = None
+        while self.found and self._unfit:
+            heapq.heappush(self._open, self._unfit.pop())
 
     def _further(self, bound: float, number: int, rank: int) -> tuple[float, int, int] | None:
         """Bound an option better, or solve it; None where it is done with."""
@@ -327,7 +333,6 @@ class _Survey:
             if not self.found:  # the bound takes longer than a pipeline, and less where one is known
                 self._solve(number, bound)
             if math.isinf(self.best_seconds):
-                self._unfit.add(number)
                 return bound, number, rank
             better = full_bound(self._staged[number], self.best_seconds, self.best_seconds)
         else:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from passes.search.hybrid.bounds import GAP, best_pipeline
 from passes.search.hybrid.options import GroupOption
@@ -11,7 +11,7 @@ from passes.search.hybrid.pairs import NEEDED, Pairs
 from passes.search.hybrid.program import Pipeline, PipelineProgram
 from passes.search.hybrid.recipes.composed import Composed
 from passes.search.hybrid.recipes.mixes import Fastest, Mixes
-from passes.search.hybrid.recipes.walk import Step, seconds_per_step, walk
+from passes.search.hybrid.recipes.walk import Step, needed_bytes, seconds_per_step, walk
 from passes.search.hybrid.shared import SharedMemory
 from passes.search.hybrid.staged import Staged
 
@@ -55,7 +55,7 @@ def fastest(
             _paired(staged, needed, middle) if closely and staged.option.in_pairs else memory.rooms(middle)
         )
         found = rooms and _in_rooms(staged, rooms, limit)
-        if not found:
+        if not found or found.seconds >= limit:
             low = middle
             continue
         best, limit = found, found.seconds
@@ -108,7 +108,14 @@ def _in_rooms(staged: Staged[Composed], rooms: Sequence[float], cutoff_seconds: 
     for stage, (first, end) in enumerate(zip(starts, [*starts[1:], program.pieces], strict=True)):
         behind = option.stages - 1 - stage
         table, (mixes, own) = staged.tables[behind], ways[behind]
-        mix = mixes.mix(own, int(table.number[first, end]))
-        steps.append(walk(table, first, end, mix, option.in_flight[behind], rooms[behind]))
+        number, held = int(table.number[first, end]), option.in_flight[behind]
+        mix = mixes.mix(own, number)
+        room = rooms[behind] - float(mixes.extra[number]) * (mix.again or mix.first_again)
+        walked = walk(table, first, end, mix, held, room)
+        # Blocks' shares of what a recipe saves are estimates where other pieces save, too: more of them, if that is short.
+        while mix.mixed and mix.count < mixes.blocks[number] and needed_bytes(walked, held) > room:
+            mix = replace(mix, count=mix.count + 1)
+            walked = walk(table, first, end, mix, held, room)
+        steps.append(walked)
     valued = program.valued(starts, [seconds_per_step(each) / m for each in steps])
     return SolvedOption(option, valued, tuple(steps))

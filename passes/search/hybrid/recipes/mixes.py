@@ -30,6 +30,11 @@ class Mix:
     first_again: bool
     count: int
 
+    @property
+    def mixed(self) -> bool:
+        """Tell whether it has two recipes."""
+        return (self.price, self.again) != (self.first_price, self.first_again)
+
     def of_piece(self, blocks_before: int, *, block: bool) -> tuple[int, bool]:
         """Return price and recomputation of a piece behind so many blocks of its stage."""
         if block and blocks_before < self.count:

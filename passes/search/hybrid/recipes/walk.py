@@ -16,9 +16,11 @@ from passes.search.hybrid.recipes.mixes import Mix
 from passes.search.hybrid.recipes.pieces import Recipes
 from passes.search.hybrid.recipes.ranges import Layouts
 
-EQUAL = 1e-12
-"""Relative difference of sums of some hundred costs up to which they count as equal: rounding, far below what the second
-count of the objective allows."""
+EQUAL = 1e-13
+"""Relative difference of sums of some hundred costs up to which they count as equal: rounding."""
+LEANER = 1e-10
+"""Part of a stage's seconds that all of its bytes cost beside their price, so that of equal ways the leaner is taken: far
+below what the second count of the objective allows."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -50,14 +52,17 @@ def walk(
     ``held``: micro-batches that the stage holds at once. Where neither fits, the one that needs less is returned.
     """
     found = [
-        _walked(composed, first, end, mix, price) for price in dict.fromkeys((mix.price, mix.first_price))
+        _walked(composed, first, end, mix, price, held)
+        for price in dict.fromkeys((mix.price, mix.first_price))
     ]
     needed = {steps: needed_bytes(steps, held) for steps in found}
     fits = [steps for steps in found if needed[steps] <= room_bytes]
     return min(fits, key=seconds_per_step) if fits else min(found, key=lambda steps: needed[steps])
 
 
-def _walked(composed: Composed, first: int, end: int, mix: Mix, price_of_joints: int) -> tuple[Step, ...]:
+def _walked(
+    composed: Composed, first: int, end: int, mix: Mix, price_of_joints: int, held: int
+) -> tuple[Step, ...]:
     pieces, prices = composed.pieces, composed.prices
     layouts = Layouts([own for each in composed.recipes for own in each])
     chosen: list[tuple[Recipes, int, bool]] = []
@@ -67,14 +72,16 @@ def _walked(composed: Composed, first: int, end: int, mix: Mix, price_of_joints:
         price, again = mix.of_piece(blocks, block=block)
         blocks += block
         chosen.append((composed.recipes[again][pieces.kind[piece]], price, again))
-    costs = []
+    costs, sizes = [], []
     for own, price, _ in chosen:
         a = own.amounts
         cost = a.seconds[price] + a.once_seconds[price]
         cost = cost + prices.state[price_of_joints] * a.state_bytes[price]
         cost = cost + prices.held[price_of_joints] * a.held_bytes[price]
         costs.append(layouts.square(own, cost[None], np.inf)[0])
-    joints = _cheapest(costs)
+        sizes.append(layouts.square(own, (a.state_bytes + held * a.held_bytes)[price][None], 0.0)[0])
+    leaner = LEANER * sum(cost.min() for cost in costs) / max(1.0, sum(size.max() for size in sizes))
+    joints = _cheapest([cost + leaner * size for cost, size in zip(costs, sizes, strict=True)])
     steps = []
     for (own, price, again), before, behind in zip(chosen, joints, joints[1:], strict=False):
         arriving, leaving = (

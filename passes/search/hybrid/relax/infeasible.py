@@ -7,7 +7,6 @@ the devices             more memory in each, more nodes
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -54,28 +53,33 @@ class Relaxations:
         """The search that found nothing."""
         return self.given.search
 
-    def growth(self) -> float | None:
-        """Return the first of the larger memories with which there is a pipeline."""
-        return next((room for room in GROWTH if self.given.surveyed(room)), None)
+    def growth(self) -> tuple[float, Simulated] | None:
+        """Return the first of the larger memories with which there is a pipeline, and this as if it were there."""
+        for room in GROWTH:
+            found = self.at(room)
+            if found is not None:
+                return room, found
+        return None
 
-    def at(self, room: float) -> Simulated:
-        """Simulate the fastest pipeline with this share of the memory, as if that were there."""
-        decoded = self.search.decode(self.given.surveyed(room)[0], one_queue=self.one_queue)
-        return self.given.judge.measure(decoded.candidate)
+    def at(self, room: float) -> Simulated | None:
+        """Simulate the fastest pipeline with this share of the memory, as if that were there; None where none was found."""
+        solved = self.given.surveyed(room) if self.given.is_in_time else ()
+        if not solved:
+            return None
+        return self.given.judge.measure(self.search.decode(solved[0], one_queue=self.one_queue).candidate)
 
     def ways(self, growth: float | None) -> Iterator[str]:
         """Yield each change that helps, with its price."""
         yield from self._recompute()
         yield from self._schedule()
-        if growth is None:
+        least = None if growth is None else self.given.least_room(growth)
+        if least is None:
             return
-        least = self.given.least_room(growth)
         self.leanest = [solved.option for solved in self.given.surveyed(least * LEANEST)]
-        yield from self._microbatches()
-        yield from self._optimizer()
-        yield from self._batch()
-        yield from self._memory(least)
-        yield from self._nodes()
+        further = self._microbatches, self._optimizer, self._batch, partial(self._memory, least), self._nodes
+        for ways in further:
+            if self.given.is_in_time:
+                yield from ways()
 
     def _recompute(self) -> Iterator[str]:
         if self.search.recompute != "none" or not any(self.search.pieces.blocks):
@@ -85,11 +89,10 @@ class Relaxations:
         if found is not None:
             again = sum(map(len, found.candidate.recomputed_blocks))
             blocks = counted(len(set(block_of(self.search.graph).values())), "block")
-            slower = found.step_seconds / self.at(GROWTH[-1]).step_seconds - 1
-            yield (
-                f"recompute=auto: fits, {again} of {blocks} computed again, {priced(found)} "
-                f"({percent(max(0.0, slower))} above the same without the limit of memory)"
-            )
+            free = self.at(GROWTH[-1])
+            slower = 0.0 if free is None else max(0.0, found.step_seconds / free.step_seconds - 1)
+            above = f" ({percent(slower)} above the same without the limit of memory)" if free else ""
+            yield f"recompute=auto: fits, {again} of {blocks} computed again, {priced(found)}{above}"
 
     def _schedule(self) -> Iterator[str]:
         if self.search.schedule == "auto":
@@ -153,6 +156,8 @@ class Relaxations:
     def _memory(self, least: float) -> Iterator[str]:
         """Say how much would do: what the search reckons with, or what the simulation needs, if that is more."""
         found = self.at(least * NEAR)
+        if found is None:
+            return
         devices = self.search.cluster.devices
         needed = max(peak / d.memory_bytes for peak, d in zip(found.peak_bytes, devices, strict=True))
         factor = max(least * NEAR, needed) * NEAR
@@ -201,12 +206,12 @@ def infeasible(
     fit: Fit,
     *,
     one_queue: bool,
-    untried: int,
+    untried: str,
     deadline: float,
 ) -> InfeasibleError:
     """Say what is short in the plan that overflows least, and what would do. ``tried``: what was simulated.
 
-    ``untried``: options that the time limit left open. ``deadline``: value of ``time.perf_counter`` to stop at.
+    ``untried``: says how many options were left, if any, and why. ``deadline``: value of ``time.perf_counter`` to stop at.
     """
     report_phase("what would fit")
     allowance = Allowance(max(FEWEST_TABLES, len(search.tables.known)))
@@ -216,19 +221,16 @@ def infeasible(
         with may_be_lost():
             growth = relaxations.growth()
             if growth is not None and not found:
-                found.append(relaxations.at(growth))
-            for way in relaxations.ways(growth):
+                found.append(growth[1])
+            for way in relaxations.ways(None if growth is None else growth[0]):
                 ways.append(way)
-                if time.perf_counter() > deadline:
-                    ways.append("a longer time limit: more was not looked for")
-                    break
+            if not relaxations.given.is_in_time:
+                ways.append("a longer time limit: more was not looked for")
     except KeyboardInterrupt:
         ways.append("(interrupted: more was not looked for)")
     because = ["no pipeline of sharded stages fits"]
     if untried:
-        because = [
-            f"no pipeline of sharded stages that was looked at fits, {untried:,} kinds were not: time limit"
-        ]
+        because = [f"no pipeline of sharded stages that was looked at fits, {untried}"]
     if found:
         least = min(found, key=lambda s: s.overflow_bytes)
         because = [*because[: bool(untried)], f"{Label.of_groups(least.candidate)}, simulated:"]

@@ -8,7 +8,6 @@ which no more are composed than the first search made.
 from __future__ import annotations
 
 import copy
-import itertools
 import math
 import time
 from collections.abc import Callable, Hashable, Mapping, Sequence
@@ -86,7 +85,7 @@ class Relaxed:
         found: list[SolvedOption] = []
         best = math.inf
         for option in options:
-            if self.allowance.left <= 0 or not self._is_in_time():
+            if self.allowance.left <= 0 or not self.is_in_time:
                 break
             known = len(self.search.tables.known)
             solved = self.search.solve(option, best * SLACK, room)
@@ -101,19 +100,19 @@ class Relaxed:
         near = [each for each in solved[:SIMULATIONS] if each.seconds <= SLACK * solved[0].seconds]
         return fastest_fitting([self.fit(self.search, self.judge, each, 1.0) for each in near])
 
-    def least_room(self, most: float) -> float:
+    def least_room(self, most: float) -> float | None:
         """Find the least share of the memory with which an option can be solved; some can with ``most``.
 
-        At the deadline, the least so far.
+        None where time runs out before.
         """
-        first = [solved.option for solved in self.surveyed(most)]
-        fitting = (o for o in (*first, *self.search.options()) if self._fits(o, most))
         least = most
-        for option in itertools.takewhile(self._is_in_time, fitting):
+        for option in self.search.options():
+            if not self.is_in_time:
+                return None
             if not self._fits(option, least / NEAR):
                 continue
             low, least = 0.0, least / NEAR
-            while low * NEAR < least and self._is_in_time():
+            while low * NEAR < least:
                 middle = math.sqrt(low * least) if low else least / 2
                 if self._fits(option, middle):
                     least = middle
@@ -121,7 +120,9 @@ class Relaxed:
                     low = middle
         return least
 
-    def _is_in_time(self, _: object = None) -> bool:
+    @property
+    def is_in_time(self) -> bool:
+        """Tell whether there is time left."""
         return time.perf_counter() < self.deadline
 
     def _fits(self, option: GroupOption, room: float) -> bool:

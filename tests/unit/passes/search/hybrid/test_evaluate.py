@@ -12,7 +12,7 @@ import pytest
 from benchmarks.feature_matrix import load
 from cost_models.cluster import ClusterSpec
 from cost_models.errors import InternalError
-from cost_models.layout import Shard
+from cost_models.layout import Replicate, Shard
 from passes.costs.costs import costs_of
 from passes.lower.job import Job
 from passes.search.hybrid.bounds import full_bound, quick_bound
@@ -125,13 +125,15 @@ def test_what_does_not_agree_is_refused() -> None:
     solved, found = next(decoded("gpt2", option))
     cost = CandidateCost(own.pieces, own.cluster, own.job, own.piece_search.shared)
     (number, sharding), *_ = found.candidate.shardings.items()
-    whole = {
-        name: type(layout)((layout[0], *[layout[0]] * (len(layout) - 1)))
+    parts = {
+        name: (Shard(0), *layout[1:])
         for name, layout in sharding.stored.items()
+        if layout[0] == Replicate() and own.pieces.graph.parameters[name].shape[0] % 2 == 0
     }
+    assert parts.keys() - sharding.sharded_state.keys()
     other = replace(
         found.candidate,
-        shardings={**found.candidate.shardings, number: replace(sharding, stored=whole, sharded_state={})},
+        shardings={**found.candidate.shardings, number: replace(sharding, sharded_state=parts)},
     )
     with pytest.raises(InternalError, match="not what the pipeline costs"):
         check_agreement(cost.evaluated(other, found.values), solved.seconds, ())

@@ -9,6 +9,8 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
 from cost_models.cluster import ClusterSpec
 from cost_models.errors import InfeasibleError
@@ -26,6 +28,7 @@ from passes.search.hybrid.request import HybridRequest
 from passes.search.hybrid.search import GroupSearch
 from passes.search.judge import Judge, Simulated
 from passes.search.place import place_stages
+from passes.trace.trace import trace
 from tests.unit.passes.search.hybrid.test_directions import SAMPLES, cluster, graph
 
 ABOUT = 1.15
@@ -249,3 +252,31 @@ def test_a_search_that_finds_nothing_ends_with_the_time_limit(monkeypatch: pytes
     error = refused(graph(), machine, HybridRequest(Job(SAMPLES), time_limit_seconds=1e-6))
     assert "that was looked at fits" in error.because[0]
     assert error.because[0].endswith("time limit")
+
+
+class Spare(nn.Module):
+    """Four layers, and 64 MB of parameters with their state that nobody reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*[nn.Linear(64, 64) for _ in range(4)])
+        self.spare = nn.Parameter(torch.zeros(4000, 1000))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layers(x).square().mean()  # type: ignore[no-any-return]
+
+
+def test_parameters_that_nobody_reads_need_no_memory_of_a_pipeline() -> None:
+    own = trace(Spare(), {"x": torch.randn(SAMPLES, 64)}, loss_reduction="mean")
+    machine = cluster(memory_bytes=1.5e6)
+    search = GroupSearch(own, costs_of(own, machine), machine, Job(SAMPLES))
+    assert search.survey(math.inf).solved
+
+
+@pytest.mark.parametrize("seconds", [0.0, 0.5, 1.5, 4.0])
+def test_changes_are_looked_for_until_time_runs_out(seconds: float) -> None:
+    """Whatever is under way then."""
+    machine = cluster(memory_bytes=2 * MIB, speeds=(1.0, 0.05))
+    request = HybridRequest(Job(SAMPLES), time_limit_seconds=2 * seconds)
+    error = refused(graph(), machine, request)
+    assert error.suggestions
