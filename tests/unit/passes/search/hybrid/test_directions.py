@@ -143,7 +143,7 @@ def test_less_memory_brings_zero_then_recomputation_then_stages() -> None:
     """ZeRO-1 is there from the beginning: it sends what a sum sends, and updates less."""
 
     def on(memory_bytes: float) -> Simulated:
-        machine = cluster(between=2e7, memory_bytes=memory_bytes, speeds=(1.0,) * 4, each=1)
+        machine = cluster(between=2.5e7, memory_bytes=memory_bytes, speeds=(1.0,) * 4, each=1)
         request = HybridRequest(Job(64), microbatches=4, schedule="1f1b")
         return compile_graph(graph(), machine, request).outcome.best
 
