@@ -105,7 +105,9 @@ class Floors:
     def _state_bytes(self) -> int:
         """Bytes of parameters, gradients and optimizer state: of tied ones once, in parts or whole."""
         graph = self.search.pieces.graph
-        read = {given.name for given in graph.inputs if graph.nodes[given.node].users}  # no others are in a piece
+        read = {
+            given.name for given in graph.inputs if graph.nodes[given.node].users
+        }  # no others are in a piece
         counts = [
             (spec.elements, graph.types_of(name, self.job.precision), name in graph.trained)
             for name, spec in graph.parameters.items()

@@ -14,7 +14,7 @@ from passes.search.fastest import ROOM_LEFT, share_of_need, until_it_fits
 from passes.search.feature.result import origins_of
 from passes.search.hybrid.evaluate import AGREEMENT, CandidateCost, check_agreement
 from passes.search.hybrid.relax.infeasible import infeasible
-from passes.search.hybrid.search import SLACK, GroupSearch, Survey
+from passes.search.hybrid.search import SIMULATED_FIRST, SLACK, GroupSearch, Survey
 from passes.search.hybrid.solve import SolvedOption
 from passes.search.judge import Judge, Simulated
 from passes.search.outcome import ShardingDetails
@@ -22,9 +22,6 @@ from passes.search.provider import Judged, Proposal, Proved, Valued
 
 SIMULATIONS = 8
 """Candidates simulated at most in each round. By hand."""
-SIMULATED_FIRST = 3
-"""Those of them that always are. Measured: the surrogate ranks the best among its first three on Llama-8B and 70B on 64
-H100 and, but for 0.2%, on GPT-3 175B on 1,024."""
 
 
 @dataclass(eq=False)
