@@ -13,6 +13,7 @@ Without :func:`best_so_far_kept` around, Ctrl-C is Python's own.
 from __future__ import annotations
 
 import signal
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -63,11 +64,19 @@ def best_so_far_kept() -> Iterator[Interrupts]:
     if not in_main or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
         yield own
         return
-    token = _interrupts.set(own)
+    token, report = _interrupts.set(own), sys.unraisablehook
     signal.signal(signal.SIGINT, own.handle)
+
+    def quietly(error: sys.UnraisableHookArgs) -> None:
+        """Say nothing of a Ctrl-C that came in a finalizer, where Python drops it: it is heeded later."""
+        if not isinstance(error.exc_value, KeyboardInterrupt):
+            report(error)
+
+    sys.unraisablehook = quietly
     try:
         yield own
     finally:
+        sys.unraisablehook = report
         signal.signal(signal.SIGINT, signal.default_int_handler)
         _interrupts.reset(token)
 

@@ -36,6 +36,22 @@ def pythons_own() -> Iterator[None]:
     signal.signal(signal.SIGINT, before)
 
 
+class Pressed:
+    """Presses Ctrl-C when it goes."""
+
+    def __del__(self) -> None:
+        press()
+
+
+def test_in_a_finalizer_it_is_heeded_afterwards_and_nothing_is_printed(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with pytest.raises(KeyboardInterrupt), best_so_far_kept():
+        Pressed()
+        heed_interrupt()
+    assert capsys.readouterr().err == ""
+
+
 def test_before_anything_is_found_it_ends_the_work_at_once() -> None:
     with pytest.raises(KeyboardInterrupt), best_so_far_kept():
         press()
