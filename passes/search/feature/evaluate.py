@@ -131,8 +131,7 @@ class WholeGraph:
             made = [local_share([c.outputs[o] for c in choice], shape) for o in range(len(choice[0].outputs))]
             busy = 1.0
             for c, size in zip(choice, shape, strict=True):
-                placements = (*(need.placement for need in c.inputs), *c.outputs)
-                busy /= size if any(isinstance(p, Shard) for p in placements) else 1
+                busy /= size if any(isinstance(p, Shard) for p in placements_of(c)) else 1
             specs = [self._spec(source) for source in operands(node)], tensor_specs(node)
             splits = (splits_samples([*specs[0], *specs[1]], placements_of(c), batch) for c in choice)
             parts = math.prod(size for size, own in zip(shape, splits, strict=True) if own)
