@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any, Literal, TypeAlias
 
 import sympy
@@ -40,11 +41,18 @@ class TensorSpec:
 
     def concrete(self, symbols: Mapping[sympy.Symbol, int]) -> tuple[int, ...]:
         """Return the shape, in elements per dimension, once every symbol has a number."""
-        return tuple(d if isinstance(d, int) else int(d.subs(symbols)) for d in self.shape)
+        numbers = tuple(symbols.items())
+        return tuple(d if isinstance(d, int) else _number(d, numbers) for d in self.shape)
 
     def size_bytes(self, symbols: Mapping[sympy.Symbol, int]) -> int:
         """Return the bytes of such a tensor, once every symbol has a number."""
         return math.prod(self.concrete(symbols)) * self.dtype.itemsize
+
+
+@lru_cache(maxsize=4096)  # a model has a few expressions, a search a few micro-batch sizes
+def _number(dim: sympy.Expr, symbols: tuple[tuple[sympy.Symbol, int], ...]) -> int:
+    """Compute a size in elements. Searches ask for the same ones thousands of times."""
+    return int(dim.subs(symbols))
 
 
 InputKind: TypeAlias = Literal["parameter", "buffer", "constant", "batch", "value"]

@@ -217,13 +217,13 @@ def traffic_of_parts(
     ``parts``: [options] that samples are split in."""
     trained, samples = trained_operands(graph, node), symbols[graph.batch.batch_symbol]
     found = ByteShares(*(np.zeros(len(parts)) for _ in ByteShares._fields))
+    whole = [[spec.size_bytes(symbols) for spec in side] for side in specs]
     for count in np.unique(parts).tolist():
         chosen, own = parts == count, {**symbols, graph.batch.batch_symbol: samples // count}
         local = [[spec.size_bytes(own) for spec in side] for side in specs]
         of_local = [
-            share[chosen]
-            * [spec.size_bytes(symbols) / max(size, 1) for spec, size in zip(side, sizes, strict=True)]
-            for share, side, sizes in zip(shares, specs, local, strict=True)
+            share[chosen] * [size / max(part, 1) for size, part in zip(sizes, own_sizes, strict=True)]
+            for share, sizes, own_sizes in zip(shares, whole, local, strict=True)
         ]
         read, made = local
         part = byte_shares(node.target, read, made, of_local[0], of_local[1], trained)
