@@ -77,7 +77,7 @@ function swatch(paint, pattern) {
 /** The stages of a plan as a legend: sign, name, devices. */
 function stageLegend(plan) {
   return el('ul', {class: 'legend', 'aria-label': 'Stages'}, plan.stages.map((stage, index) =>
-    el('li', null, badge(index), `${short(stage.name, 40)} · ${short(stage.devices, 60)}`)));
+    el('li', null, badge(index), `${short(stage.name, 40)} · ${short(stage.devices, 48)}`)));
 }
 
 /** A colour as the canvas wants it: worked out by the browser from the style sheet of the theme in use. */

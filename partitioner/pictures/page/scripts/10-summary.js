@@ -7,16 +7,18 @@ const DIVISION = {  // place in the palette, hatch and words of each part of a s
   optimizer: [2, 'hatch-b', 'optimizer'],
 };
 
+const LONG_TEXT = 1500;  // letters of one paragraph; only a hostile name is longer
+
 function drawSummary(plan, other, summary = plan.summary) {
   return [
     factsList(summary.facts, other && other.summary.facts),
     stepBar(summary),
     summary.fullest && fullestLine(summary.fullest),
     el('div', {class: 'words'}, summary.sentences.map((part) =>
-      el('div', null, el('h3', null, part.title), part.text.map((line) => el('p', null, line))))),
+      el('div', null, el('h3', null, part.title), part.text.map((line) => el('p', null, short(line, LONG_TEXT)))))),
     summary.alternatives.length > 0 && alternativesTable(summary),
     plan.stages.length > 0 && stagesTable(plan),
-    summary.notes.length > 0 && el('div', null, el('h3', null, 'Notes'), summary.notes.map((note) => el('p', {class: 'note'}, note))),
+    summary.notes.length > 0 && el('div', null, el('h3', null, 'Notes'), summary.notes.map((note) => el('p', {class: 'note'}, short(note, LONG_TEXT)))),
   ];
 }
 
@@ -25,9 +27,9 @@ function factsList(facts, others) {
   return el('dl', {class: 'facts'}, facts.map((fact) => {
     const differs = elsewhere && elsewhere.get(fact.label) !== fact.value;
     return el('div', {class: differs ? 'changed-fact' : null},
-      el('dt', null, fact.label, differs && ' ', differs && el('span', {class: 'changed'}, '≠ differs')),
-      el('dd', {class: fact.value.length > 22 ? 'long' : null}, fact.value),
-      fact.note && el('dd', {class: 'small'}, fact.note));
+      el('dt', null, short(fact.label, 120), differs && ' ', differs && el('span', {class: 'changed'}, '≠ differs')),
+      el('dd', {class: fact.value.length > 22 ? 'long' : null}, short(fact.value, 300)),
+      fact.note && el('dd', {class: 'small'}, short(fact.note, 300)));
   }));
 }
 

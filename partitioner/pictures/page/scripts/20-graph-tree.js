@@ -4,7 +4,8 @@
 //   part     a stretch of a long list of ops  pieces   the blocks of neurons of one op
 //   op       one op; cannot be opened
 
-const LIST_LIMIT = 40;  // children of one box; a longer list is cut into parts, so that any box can be opened
+const LIST_LIMIT = 80;  // children of one box; a longer list is cut into parts, so that any box can be opened
+const PART_SIZE = 40;
 
 /** Build the boxes of a graph and return its root and the box of every op. */
 function makeBoxes(graph) {
@@ -63,7 +64,7 @@ function makeBoxes(graph) {
 
   const shorten = (children, parent) => {
     if (children.length <= LIST_LIMIT) return children;
-    const size = Math.max(Math.ceil(children.length / LIST_LIMIT), Math.min(LIST_LIMIT, Math.ceil(Math.sqrt(children.length))));
+    const size = Math.max(Math.ceil(children.length / LIST_LIMIT), PART_SIZE);
     const parts = [];
     for (let start = 0; start < children.length; start += size) {
       const slice = children.slice(start, start + size);

@@ -65,7 +65,7 @@ function openFirst(boxes, opened, enough = 14) {
   opened.openBox(boxes.root);
   for (;;) {
     const next = opened.visible().map((one) => one.box)
-      .filter((box) => !opened.isOpen(box) && box.kind === 'module' && canOpen(box))
+      .filter((box) => !opened.isOpen(box) && box.kind === 'module' && shownChildren(box).length > 1)
       .sort((a, b) => b.ops.length - a.ops.length)[0];
     if (!next || opened.count() + shownChildren(next).length > enough) return;
     opened.openBox(next);

@@ -19,7 +19,7 @@ function openSignature(box, opened) {
 }
 
 function closedWidth(box) {
-  return box.kind === 'op' ? SIZE.width : SIZE.width + 44;
+  return box.kind === 'op' ? SIZE.width : SIZE.width + 74;
 }
 
 function layOutOpen(box, graph, opened) {

@@ -53,7 +53,7 @@ function drawLabel(at, lines) {
 function drawBox({box, x, y, width, height, level}, graph, opened, bridges, differs) {
   const isOpen = opened.isOpen(box);
   const stages = stagesOf(box, graph);
-  const marked = differs && differs(box);
+  const marked = differs && !isOpen && differs(box);
   const name = boxName(box);
   const fit = Math.floor((width - 44) / GLYPH);
   const group = svg('g', {
@@ -62,7 +62,7 @@ function drawBox({box, x, y, width, height, level}, graph, opened, bridges, diff
     'aria-expanded': canOpen(box) ? String(isOpen) : null, 'aria-label': spoken(box, graph, bridges, marked),
   });
   group.append(svg('rect', {class: 'frame', width, height, rx: box.kind === 'op' ? 4 : 9}));
-  if (!isOpen && box.times > 1) group.prepend(svg('rect', {class: 'frame', x: 5, y: 5, width, height, rx: 9}));
+  if (!isOpen && box.times > 1) group.prepend(svg('rect', {class: 'behind', x: 5, y: 5, width, height, rx: 9}));
   if (isOpen) {
     group.append(svg('text', {class: 'title', x: 12, y: 20}, short(openTitle(box), Math.floor((width - 70) / GLYPH))));
     group.append(svg('text', {class: 'sub', x: width - 20, y: 20, 'text-anchor': 'end'}, '−'));
@@ -115,11 +115,11 @@ function openTitle(box) {
 function boxNote(box, graph, bridges, marked) {
   const notes = [];
   if (marked) notes.push('≠ placed otherwise');
-  if (bridges.length && box.kind !== 'op') notes.push(`${plural(bridges.length, 'bridge')} inside`);
   if (box.kind === 'op') notes.push(graph.kinds[graph.ops[box.op][1]].shape);
   else {
     if (box.className) notes.push(box.className);
     notes.push(plural(box.ops.length, 'op'));
+    if (bridges.length) notes.push(plural(bridges.length, 'bridge'));
   }
   return notes.join(' · ');
 }

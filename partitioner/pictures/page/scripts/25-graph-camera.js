@@ -26,7 +26,7 @@ function makeCamera(pane, canvas, world, minimap, size) {
     const {width, height} = canvas.getBoundingClientRect();
     const {width: w, height: h} = size();
     const whole = Math.min(width / (w + 40), height / (h + 40));
-    const k = Math.max(Math.min(1.1, whole), Math.min(0.75, width / (w + 40)));
+    const k = Math.max(Math.min(1.1, whole), Math.min(0.6, width / (w + 40)));
     view = {x: (width - w * k) / 2, y: h * k > height ? 14 : (height - h * k) / 2, k};
     apply();
   };
@@ -34,7 +34,7 @@ function makeCamera(pane, canvas, world, minimap, size) {
   /** Bring a place of the picture into sight, moving as little as possible. */
   const show = (item, centre = false) => {
     const {width, height} = canvas.getBoundingClientRect();
-    if (view.k < 0.5) view.k = 0.8;
+    if (view.k < (centre ? 0.9 : 0.5)) view.k = 0.9;
     const left = item.x * view.k + view.x;
     const top = item.y * view.k + view.y;
     const w = item.width * view.k;

@@ -72,7 +72,7 @@ function timelineLegend(timeline) {
     el('li', null, swatch(tint(0)), 'forward, pale'), el('li', null, swatch(deepTint(0)), 'backward, deep'),
     el('li', null, 'the number is the micro-batch'),
     el('li', null, swatch('var(--surface)', 'url(#hatch-idle)'), 'waiting (bubble)'),
-    timeline.inside.length > 0 && el('li', null, svg('svg', {width: 22, height: 16, 'aria-hidden': 'true'}, svg('rect', {x: 0, y: 12, width: 14, height: 4, fill: 'var(--text)'})), 'dark foot: share spent in collectives'),
+    timeline.inside.length > 0 && el('li', null, svg('svg', {width: 22, height: 16, 'aria-hidden': 'true'}, svg('rect', {x: 0, y: 12, width: 14, height: 4, fill: 'var(--text)'})), 'bar at the foot: share spent in collectives'),
     timeline.critical.length > 0 && el('li', null, svg('svg', {width: 22, height: 16, 'aria-hidden': 'true'}, svg('rect', {x: 1, y: 2, width: 20, height: 12, fill: 'none', stroke: 'var(--critical)', 'stroke-width': 2.5})), 'on the critical path'),
     timeline.measured && el('li', null, 'lower, thinner row: as measured'));
 }

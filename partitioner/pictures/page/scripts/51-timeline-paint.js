@@ -129,7 +129,7 @@ function paintLaneLabel(pen, paints, lane, top, measured) {
   pen.fillStyle = paints.text;
   pen.textAlign = 'left';
   pen.font = '600 12px system-ui, "DejaVu Sans", sans-serif';
-  pen.fillText(short(lane.label, 17), 8, top + 11);
+  pen.fillText(short(lane.label, 16), 8, top + 11, LANE.left - 14);
   pen.fillStyle = paints.muted;
   pen.font = '11px system-ui, "DejaVu Sans", sans-serif';
   const stages = lane.stages.length > 4 ? `${lane.stages[0]}…${lane.stages[lane.stages.length - 1]}` : lane.stages.join(', ');

@@ -75,7 +75,7 @@ function overviewRow(lane, index, most, show) {
 }
 
 function memoryFigure(lane, step) {
-  const size = {width: 1000, height: 300, left: 74, right: 16, top: 26, bottom: 30};
+  const size = {width: twoPlans ? 640 : 1240, height: 320, left: 74, right: 16, top: 26, bottom: 30};
   const end = step || lane.seconds[lane.seconds.length - 1] || 1;
   const top = Math.max(lane.peak_bytes, lane.capacity_bytes) * 1.06;
   const x = (time) => size.left + (Math.min(time, end) / end) * (size.width - size.left - size.right);
@@ -100,7 +100,7 @@ function memoryFigure(lane, step) {
       svg('text', {class: 'capacity-text', x: size.width - size.right, y: y(lane.capacity_bytes) - 5, 'text-anchor': 'end'}, `the device has ${formatBytes(lane.capacity_bytes)}`));
   }
   chart.append(svg('circle', {cx: x(lane.peak_at), cy: y(lane.peak_bytes), r: 4.5, fill: 'var(--text)', stroke: 'var(--surface)', 'stroke-width': 1.5}),
-    svg('text', {x: x(lane.peak_at) + (lane.peak_at > end * 0.75 ? -9 : 9), y: y(lane.peak_bytes) + 16, 'text-anchor': lane.peak_at > end * 0.75 ? 'end' : 'start', 'font-weight': 650}, `peak ${formatBytes(lane.peak_bytes)}`));
+    svg('text', {x: x(lane.peak_at) + (lane.peak_at > end * 0.75 ? -9 : 9), y: y(lane.peak_bytes) - 8, class: 'halo', 'text-anchor': lane.peak_at > end * 0.75 ? 'end' : 'start', 'font-weight': 650}, `peak ${formatBytes(lane.peak_bytes)}`));
   memoryCursor(chart, lane, end, size, x);
   return [el('figcaption', null, `Memory of ${lane.label} in a step`), chart, lane.peak_text && el('p', null, lane.peak_text)].filter(Boolean);
 }

@@ -21,10 +21,11 @@ function drawTraffic(plan) {
 
 function trafficMatrix(labels, pairs) {
   const count = labels.length;
-  const cell = count <= 10 ? 62 : count <= 20 ? 44 : count <= 40 ? 22 : Math.max(5, Math.floor(760 / count));
+  const longest = Math.max(...labels.map((label) => Math.min(label.length, 21)));
+  const cell = count <= 10 ? Math.min(96, Math.max(62, 6.4 * longest + 8)) : count <= 20 ? 44 : count <= 40 ? 22 : Math.max(5, Math.floor(760 / count));
   const written = cell >= 40;
   const height = written ? 30 : cell;
-  const left = Math.min(150, 12 + 6.4 * Math.max(...labels.map((label) => Math.min(label.length, 21))));
+  const left = Math.min(150, 12 + 6.4 * longest);
   const most = Math.max(...pairs.map((pair) => pair[2]));
   const every = Math.max(1, Math.ceil(13 / height));
   const named = written ? 1 : Math.max(1, Math.ceil(60 / cell));
