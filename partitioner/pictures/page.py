@@ -79,7 +79,9 @@ def _texts(folder: str, ending: str) -> list[str]:
     """Read the files of a folder, in the order of their names."""
     found = (files(__package__) / "page" / folder).iterdir()
     return [
-        file.read_text("utf-8") for file in sorted(found, key=lambda file: file.name) if file.name.endswith(ending)
+        file.read_text("utf-8")
+        for file in sorted(found, key=lambda file: file.name)
+        if file.name.endswith(ending)
     ]
 
 

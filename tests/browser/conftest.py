@@ -91,7 +91,7 @@ class Opener:
 def browser() -> Iterator[Browser]:
     from playwright.sync_api import sync_playwright
 
-    program = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+    program = shutil.which("chromium") or shutil.which("google-chrome")
     assert program, "no Chromium found: `make browser` installs it"
     with sync_playwright() as playwright:
         # Chromium refuses its sandbox to root, and CI runs as root. The only pages it opens are ours.

@@ -18,7 +18,9 @@ def violations(opened: Opened) -> list[str]:
     opened.page.evaluate(AXE.read_text("utf-8"))
     found: Any = opened.page.evaluate("axe.run(document, {resultTypes: ['violations']})")
     return [
-        f"{rule['id']}: {node['target']} {node['failureSummary']}" for rule in found["violations"] for node in rule["nodes"][:3]
+        f"{rule['id']}: {node['target']} {node['failureSummary']}"
+        for rule in found["violations"]
+        for node in rule["nodes"][:3]
     ]
 
 

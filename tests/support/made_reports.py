@@ -1,8 +1,8 @@
 """Made-up data of report pages, small and large, in the shape that the page reads.
 
-    made_report(stages, layers, ops_in_a_layer)    one plan of a language model in a pipeline
-    hostile_report()                               the same with names that try to become markup
-    two_reports()                                  two plans side by side
+made_report(stages, layers, ops_in_a_layer)    one plan of a language model in a pipeline
+hostile_report()                               the same with names that try to become markup
+two_reports()                                  two plans side by side
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ Data = dict[str, Any]
 
 HOSTILE_NAMES = (
     "<script>window.broken = 1</script>",
-    "</script><img src=x onerror=\"window.broken = 1\">",
+    '</script><img src=x onerror="window.broken = 1">',
     "\"'`{{ 7*7 }}${7*7}&amp;\u2028\u2029",
     "שלום \u202eevil\u202c",
     "🚀" * 40 + "👩‍👩‍👧",
@@ -68,7 +68,9 @@ def hostile_report() -> Data:
     graph["kinds"][0].update(op=names[0], shape=names[1])
     graph["tree"]["children"][0].update(name=names[1], label=names[3], **{"class": names[0]})
     for index, lane in enumerate(plan["timeline"]["lanes"]):
-        lane["label"] = plan["memory"]["lanes"][index]["label"] = plan["traffic"]["labels"][index] = names[index]
+        lane["label"] = plan["memory"]["lanes"][index]["label"] = plan["traffic"]["labels"][index] = names[
+            index
+        ]
     plan["timeline"]["waits"]["0:1"] = names[0]
     plan["devices"]["nodes"][0]["name"] = names[0]
     plan["what_if"]["flips"] = names
@@ -102,13 +104,36 @@ def _plan(stages: int, layers: int, ops_in_a_layer: int, microbatches: int) -> D
             ],
             "fullest": {"device": "rank 0", "used_bytes": 61 * GIB, "capacity_bytes": 78 * GIB},
             "sentences": [
-                {"title": "Why this plan", "text": ["Four devices share every layer; the stages divide the layers evenly."]},
-                {"title": "How sure", "text": ["No plan simulates below 1.10 s; this one takes 1.09 times that."]},
-                {"title": "Proof", "text": ["Everything sent is received, every gradient is summed, nothing waits in a circle."]},
+                {
+                    "title": "Why this plan",
+                    "text": ["Four devices share every layer; the stages divide the layers evenly."],
+                },
+                {
+                    "title": "How sure",
+                    "text": ["No plan simulates below 1.10 s; this one takes 1.09 times that."],
+                },
+                {
+                    "title": "Proof",
+                    "text": [
+                        "Everything sent is received, every gradient is summed, nothing waits in a circle."
+                    ],
+                },
             ],
             "alternatives": [
-                {"name": "one device", "step_seconds": 11.1, "peak_bytes": 104 * GIB, "feasible": False, "reason": "25.8 GiB short"},
-                {"name": "data parallel x16", "step_seconds": step * 1.12, "peak_bytes": 70 * GIB, "feasible": True, "reason": ""},
+                {
+                    "name": "one device",
+                    "step_seconds": 11.1,
+                    "peak_bytes": 104 * GIB,
+                    "feasible": False,
+                    "reason": "25.8 GiB short",
+                },
+                {
+                    "name": "data parallel x16",
+                    "step_seconds": step * 1.12,
+                    "peak_bytes": 70 * GIB,
+                    "feasible": True,
+                    "reason": "",
+                },
             ],
             "step_seconds": step,
             "notes": ["use_cache was switched off for tracing"],
@@ -129,12 +154,18 @@ def _plan(stages: int, layers: int, ops_in_a_layer: int, microbatches: int) -> D
         ],
         "graph": _graph(stages, layers, ops_in_a_layer),
         "devices": _devices(ranks),
-        "timeline": timeline | {"lanes": [lane | {"label": labels[i]} for i, lane in enumerate(timeline["lanes"])]},
+        "timeline": timeline
+        | {"lanes": [lane | {"label": labels[i]} for i, lane in enumerate(timeline["lanes"])]},
         "memory": {"lanes": [_memory(label, stage, step) for stage, label in enumerate(labels)]},
         "traffic": {
             "ranks": 4 * stages,
             "labels": labels,
-            "pairs": [[a, b, (a + b + 1) * 40 * 2**20] for a in range(stages) for b in range(stages) if abs(a - b) <= 1],
+            "pairs": [
+                [a, b, (a + b + 1) * 40 * 2**20]
+                for a in range(stages)
+                for b in range(stages)
+                if abs(a - b) <= 1
+            ],
             "links": [[f"nvlink node{n}", (n + 1) * GIB, 0.1 * (n + 1)] for n in range(max(1, stages // 2))],
         },
         "what_if": {
@@ -143,20 +174,29 @@ def _plan(stages: int, layers: int, ops_in_a_layer: int, microbatches: int) -> D
                     "title": title,
                     "unit": "×",
                     "points": [
-                        {"x": x, "step_seconds": step * (0.8 + 0.2 / x), "fits": title != "Memory" or x >= 1, "text": ""}
+                        {
+                            "x": x,
+                            "step_seconds": step * (0.8 + 0.2 / x),
+                            "fits": title != "Memory" or x >= 1,
+                            "text": "",
+                        }
                         for x in (0.25, 0.5, 1, 2, 4)
                     ],
                 }
                 for title in ("Network bandwidth", "Memory", "Batch")
             ],
-            "flips": ["Below half of the network's bandwidth, data parallelism would be slower than 8 stages."],
+            "flips": [
+                "Below half of the network's bandwidth, data parallelism would be slower than 8 stages."
+            ],
         },
     }
 
 
 def _graph(stages: int, layers: int, ops_in_a_layer: int) -> Data:
     ops: list[list[Any]] = [["embed.embedding", 0, 0, 0, [], [0], 0, -1]]
-    parameters = [{"name": "embed.weight", "shape": "128256×8192", "size_bytes": GIB, "layout": "whole on every device"}]
+    parameters = [
+        {"name": "embed.weight", "shape": "128256×8192", "size_bytes": GIB, "layout": "whole on every device"}
+    ]
     embed = _node("embed", "Embedding", [], [0], first=0, count=1)
     members: list[list[Data]] = [[] for _ in range(stages)]
     bridges: list[Data] = []
@@ -174,9 +214,13 @@ def _graph(stages: int, layers: int, ops_in_a_layer: int) -> Data:
                 if i % 4 == 0:
                     name = f"layers.{layer}.{half}.proj_{i}.weight"
                     layout = "split along dimension 0 over tensor"
-                    parameters.append({"name": name, "shape": "8192×8192", "size_bytes": 2**27, "layout": layout})
+                    parameters.append(
+                        {"name": name, "shape": "8192×8192", "size_bytes": 2**27, "layout": layout}
+                    )
                     owned = [len(parameters) - 1]
-                ops.append([f"layers.{layer}.{half}.op_{i}", i % 4, stage, 1 + i % 2, inputs, owned, i % 2, -1])
+                ops.append(
+                    [f"layers.{layer}.{half}.op_{i}", i % 4, stage, 1 + i % 2, inputs, owned, i % 2, -1]
+                )
                 own.append(index)
             halves.append(_node(f"layers.{layer}.{half}", half.title(), [], own, own[0], count))
             bridges.append(_bridge(own[-1] - 1, own[-1], "all-reduce"))
@@ -184,7 +228,9 @@ def _graph(stages: int, layers: int, ops_in_a_layer: int) -> Data:
         if start > 1 and ops[start - 1][2] != stage:
             bridges.append(_bridge(start - 1, start, "send/recv"))
     pieces = [len(ops) + piece for piece in range(4)]
-    ops += [[f"lm_head.linear#{piece}", 0, piece % stages, 1, [pieces[0] - 1], [], -1, 0] for piece in range(4)]
+    ops += [
+        [f"lm_head.linear#{piece}", 0, piece % stages, 1, [pieces[0] - 1], [], -1, 0] for piece in range(4)
+    ]
     folds = [_fold(group) if len(group) > 1 else group[0] for group in members if group]
     body = _node("model", "Model", [embed, *folds], [], 0, pieces[0])
     head = _node("lm_head", "Linear", [], pieces, pieces[0], 4)
@@ -203,7 +249,11 @@ def _graph(stages: int, layers: int, ops_in_a_layer: int) -> Data:
             }
             for op, target, shape in KINDS
         ],
-        "sources": ["modeling.py:12  h = self.embed(ids)", "modeling.py:30  q = self.proj(h)", "modeling.py:31  h = h * q"],
+        "sources": [
+            "modeling.py:12  h = self.embed(ids)",
+            "modeling.py:30  q = self.proj(h)",
+            "modeling.py:31  h = h * q",
+        ],
         "parameters": parameters,
         "ops": ops,
         "layouts": ["tensor: split along dimension 2 in and out", "tensor: whole in, parts of a sum out"],
@@ -240,22 +290,46 @@ def _fold(members: list[Data]) -> Data:
 
 
 def _bridge(source: int, target: int, kind: str) -> Data:
-    return {"from": source, "to": target, "kind": kind, "size_bytes": 2**27, "gradient": False, "text": "over NVLink"}
+    return {
+        "from": source,
+        "to": target,
+        "kind": kind,
+        "size_bytes": 2**27,
+        "gradient": False,
+        "text": "over NVLink",
+    }
 
 
 def _devices(ranks: list[list[int]]) -> Data:
     nodes = []
     for number in range(0, len(ranks), 2):
         devices = [
-            {"rank": rank, "model": "H100-80GB", "memory_bytes": 78 * GIB, "peak_bytes": (61 - 4 * stage) * GIB, "stages": [stage]}
+            {
+                "rank": rank,
+                "model": "H100-80GB",
+                "memory_bytes": 78 * GIB,
+                "peak_bytes": (61 - 2 * stage) * GIB,
+                "stages": [stage],
+            }
             for stage in range(number, min(number + 2, len(ranks)))
             for rank in ranks[stage]
         ]
         nodes.append({"name": f"node{number // 2}", "devices": devices})
     links = []
     for number, node in enumerate(nodes):
-        links.append(_link(f"nvlink {node['name']}", node["name"], node["name"], 450e9, (number + 1) * 40 * GIB, 0.2))
-        links.append(_link(f"network {node['name']}", node["name"], "network", 400e9, (number + 1) * GIB, 0.6 * (number == 0)))
+        links.append(
+            _link(f"nvlink {node['name']}", node["name"], node["name"], 450e9, (number + 1) * 40 * GIB, 0.2)
+        )
+        links.append(
+            _link(
+                f"network {node['name']}",
+                node["name"],
+                "network",
+                400e9,
+                (number + 1) * GIB,
+                0.6 * (number == 0),
+            )
+        )
     return {"nodes": nodes, "links": links}
 
 
@@ -297,7 +371,14 @@ def _timeline(stages: int, microbatches: int, forward: float, backward: float) -
         "lanes": lanes,
         "transfers": transfers,
         "inside": [
-            {"stage": stage, "kind": "all-reduce", "axis": "tensor", "forward": 0.005, "backward": 0.01, "count": 4}
+            {
+                "stage": stage,
+                "kind": "all-reduce",
+                "axis": "tensor",
+                "forward": 0.005,
+                "backward": 0.01,
+                "count": 4,
+            }
             for stage in range(stages)
         ],
         "critical": [[0, batch] for batch in range(microbatches)],
@@ -311,14 +392,22 @@ def _memory(label: str, stage: int, step: float) -> Data:
     held = [min(i, 40 - i) for i in range(41)]
     sizes = [12, 24, 12, 1, 0, 2, 0]
     stacks = [[size * GIB // 2] * 41 for size in sizes]
-    stacks[4] = [count * (16 - stage) * GIB // 10 for count in held]
+    stacks[4] = [count * (40 - stage) * GIB // 25 for count in held]
     stacks[6] = [(i % 3) * GIB for i in range(41)]
     totals = [sum(stack[i] for stack in stacks) for i in range(41)]
     peak = max(range(41), key=lambda i: totals[i])
     return {
         "label": label,
         "capacity_bytes": 78 * GIB,
-        "kinds": ["parameters", "gradients", "optimizer", "batch", "activations", "values and buffers", "transients"],
+        "kinds": [
+            "parameters",
+            "gradients",
+            "optimizer",
+            "batch",
+            "activations",
+            "values and buffers",
+            "transients",
+        ],
         "seconds": times,
         "stacks": stacks,
         "peak_bytes": totals[peak],

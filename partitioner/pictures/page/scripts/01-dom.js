@@ -16,19 +16,45 @@ function fill(element, attributes, children) {
     if (name.startsWith('on')) element.addEventListener(name.slice(2), value);
     else element.setAttribute(name, value === true ? '' : value);
   }
-  for (const child of children.flat(Infinity)) if (child !== null && child !== undefined && child !== false) element.append(child);
+  for (const child of children.flat(Infinity))
+    if (child !== null && child !== undefined && child !== false) element.append(child);
   return element;
 }
 
 /** Make a table from column heads and rows of text or elements; columns named in `numbers` stand to the right. */
 function table(caption, heads, rows, numbers = []) {
   const kind = (index) => (numbers.includes(index) ? 'number' : null);
-  return el('div', {class: 'scroll tall', tabindex: '0', role: 'region', 'aria-label': caption},
-    el('table', null,
+  return el(
+    'div',
+    {class: 'scroll tall', tabindex: '0', role: 'group', 'aria-label': caption},
+    el(
+      'table',
+      null,
       el('caption', null, caption),
-      el('thead', null, el('tr', null, heads.map((head, index) => el('th', {scope: 'col', class: kind(index)}, head)))),
-      el('tbody', null, rows.map((row) => el('tr', null, row.map((cell, index) =>
-        (index === 0 ? el('th', {scope: 'row', class: kind(index)}, cell) : el('td', {class: kind(index)}, cell))))))));
+      el(
+        'thead',
+        null,
+        el(
+          'tr',
+          null,
+          heads.map((head, index) => el('th', {scope: 'col', class: kind(index)}, head)),
+        ),
+      ),
+      el(
+        'tbody',
+        null,
+        rows.map((row) =>
+          el(
+            'tr',
+            null,
+            row.map((cell, index) =>
+              index === 0 ? el('th', {scope: 'row', class: kind(index)}, cell) : el('td', {class: kind(index)}, cell),
+            ),
+          ),
+        ),
+      ),
+    ),
+  );
 }
 
 /** A table that is made when it is first opened: the same figures as a picture, for those who do not see it. */

@@ -3,7 +3,10 @@
 function scaled(value, base, units) {
   let index = 0;
   let rest = Math.abs(value);
-  while (rest >= base * 0.9995 && index < units.length - 1) { rest /= base; index += 1; }
+  while (rest >= base * 0.9995 && index < units.length - 1) {
+    rest /= base;
+    index += 1;
+  }
   return `${value < 0 ? '−' : ''}${threeDigits(rest)} ${units[index]}`;
 }
 

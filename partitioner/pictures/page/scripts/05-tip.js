@@ -16,7 +16,9 @@ function hideTip() {
 
 /** Show text while the pointer is over an element. */
 function withTip(element, text) {
-  element.addEventListener('pointermove', (event) => showTip(typeof text === 'function' ? text() : text, event.clientX, event.clientY));
+  element.addEventListener('pointermove', (event) =>
+    showTip(typeof text === 'function' ? text() : text, event.clientX, event.clientY),
+  );
   element.addEventListener('pointerleave', hideTip);
   return element;
 }

@@ -4,8 +4,8 @@
 //   part     a stretch of a long list of ops  pieces   the blocks of neurons of one op
 //   op       one op; cannot be opened
 
-const LIST_LIMIT = 80;  // children of one box; a longer list is cut into parts, so that any box can be opened
-const PART_SIZE = 40;
+const LIST_LIMIT = 60; // children of one box; a longer list is cut into parts, so that any box can be opened
+const PART_SIZE = 30;
 
 /** Build the boxes of a graph and return its root and the box of every op. */
 function makeBoxes(graph) {
@@ -26,7 +26,12 @@ function makeBoxes(graph) {
       fold.ops = fold.members.flatMap((member) => member.ops);
       return fold;
     }
-    const made = box('module', parent, {name, label: node.label || name || 'model', className: node.class, times: node.times || 1});
+    const made = box('module', parent, {
+      name,
+      label: node.label || name || 'model',
+      className: node.class,
+      times: node.times || 1,
+    });
     const inside = [...(node.children || []).map((child) => fromNode(child, made)), ...ownOps(node.ops || [], made)];
     inside.sort((a, b) => first(a) - first(b));
     made.ops = inside.flatMap((child) => child.ops);
@@ -45,11 +50,21 @@ function makeBoxes(graph) {
       else groups.set(whole, [index]);
     }
     for (const group of groups.values()) {
-      if (group.length === 1) { found.push(opBox(group[0], parent)); continue; }
+      if (group.length === 1) {
+        found.push(opBox(group[0], parent));
+        continue;
+      }
       const kind = graph.kinds[graph.ops[group[0]][1]];
-      const pieces = box('pieces', parent, {name: graph.ops[group[0]][0], label: `${kind.op} in ${group.length} pieces`, className: ''});
+      const pieces = box('pieces', parent, {
+        name: graph.ops[group[0]][0],
+        label: `${kind.op} in ${group.length} pieces`,
+        className: '',
+      });
       pieces.ops = group;
-      pieces.children = shorten(group.map((index) => opBox(index, pieces)), pieces);
+      pieces.children = shorten(
+        group.map((index) => opBox(index, pieces)),
+        pieces,
+      );
       found.push(pieces);
     }
     return found;
@@ -68,7 +83,11 @@ function makeBoxes(graph) {
     const parts = [];
     for (let start = 0; start < children.length; start += size) {
       const slice = children.slice(start, start + size);
-      const part = box('part', parent, {name: '', label: `${slice[0].label} … ${slice[slice.length - 1].label}`, className: ''});
+      const part = box('part', parent, {
+        name: '',
+        label: `${slice[0].label} … ${slice[slice.length - 1].label}`,
+        className: '',
+      });
       part.label = `part ${parts.length + 1} of ${Math.ceil(children.length / size)}`;
       part.ops = slice.flatMap((child) => child.ops);
       for (const child of slice) child.parent = part;
@@ -122,10 +141,18 @@ function stagesOf(box, graph) {
 /** The sums of a box's ops; computed once. */
 function sumsOf(box, graph) {
   if (!box.sums) {
-    const sums = {forward_flops: 0, backward_flops: 0, output_bytes: 0, saved_bytes: 0, forward_seconds: 0, parameters: new Set()};
+    const sums = {
+      forward_flops: 0,
+      backward_flops: 0,
+      output_bytes: 0,
+      saved_bytes: 0,
+      forward_seconds: 0,
+      parameters: new Set(),
+    };
     for (const op of box.ops) {
       const kind = graph.kinds[graph.ops[op][1]];
-      for (const field of ['forward_flops', 'backward_flops', 'output_bytes', 'saved_bytes', 'forward_seconds']) sums[field] += kind[field] || 0;
+      for (const field of ['forward_flops', 'backward_flops', 'output_bytes', 'saved_bytes', 'forward_seconds'])
+        sums[field] += kind[field] || 0;
       for (const parameter of graph.ops[op][5]) sums.parameters.add(parameter);
     }
     sums.parameter_bytes = [...sums.parameters].reduce((sum, index) => sum + graph.parameters[index].size_bytes, 0);

@@ -6,7 +6,9 @@ function edgesOf(box, graph) {
   if (place.edges) return place.edges;
   const children = shownChildren(box);
   const owner = new Int32Array(graph.ops.length).fill(-1);
-  children.forEach((child, index) => { for (const op of child.ops) owner[op] = index; });
+  children.forEach((child, index) => {
+    for (const op of child.ops) owner[op] = index;
+  });
   const between = new Map();
   const edge = (from, to) => {
     const key = from * children.length + to;
@@ -30,7 +32,7 @@ function edgesOf(box, graph) {
     if (from === to) {
       inside.set(from, [...(inside.get(from) || []), bridge]);
     } else if (between.has(to * children.length + from) && !between.has(from * children.length + to)) {
-      edge(to, from).bridges.push(bridge);  // of a gradient, which goes against the arrow of its tensor
+      edge(to, from).bridges.push(bridge); // of a gradient, which goes against the arrow of its tensor
     } else {
       edge(from, to).bridges.push(bridge);
     }
@@ -43,7 +45,14 @@ function edgesOf(box, graph) {
   return place.edges;
 }
 
-const BRIDGE_LOOKS = {'send/recv': 'send', slice: 'send', 'all-gather': 'gather', 'all-to-all': 'gather', 'reduce-scatter': 'sum', 'all-reduce': 'sum'};
+const BRIDGE_LOOKS = {
+  'send/recv': 'send',
+  slice: 'send',
+  'all-gather': 'gather',
+  'all-to-all': 'gather',
+  'reduce-scatter': 'sum',
+  'all-reduce': 'sum',
+};
 
 function bridgeLook(kind) {
   return BRIDGE_LOOKS[kind] || 'send';
@@ -59,6 +68,11 @@ function bridgeLines(bridges) {
     sum.bytes += bridge.size_bytes;
     sums.set(key, sum);
   }
-  return [...sums.values()].sort((a, b) => b.bytes - a.bytes)
-    .map((sum) => ({kind: sum.kind, bytes: sum.bytes, text: `${sum.key}${sum.count > 1 ? ` ${sum.count}×` : ''} ${formatBytes(sum.bytes)}`}));
+  return [...sums.values()]
+    .sort((a, b) => b.bytes - a.bytes)
+    .map((sum) => ({
+      kind: sum.kind,
+      bytes: sum.bytes,
+      text: `${sum.key}${sum.count > 1 ? ` ${sum.count}×` : ''} ${formatBytes(sum.bytes)}`,
+    }));
 }

@@ -3,10 +3,13 @@
 const BOX_LIMIT = 300;
 
 function makeOpenBoxes(root) {
-  const open = new Map();  // box → when it was last opened or looked into
+  const open = new Map(); // box → when it was last opened or looked into
   let clock = 0;
 
-  const touch = (box) => { clock += 1; open.set(box, clock); };
+  const touch = (box) => {
+    clock += 1;
+    open.set(box, clock);
+  };
   const isOpen = (box) => open.has(box);
 
   const visible = () => {
@@ -26,11 +29,19 @@ function makeOpenBoxes(root) {
     for (const one of keep) if (canOpen(one)) touch(one);
     const closed = [];
     while (visible().length > BOX_LIMIT) {
-      const [oldest] = [...open].filter(([one]) => !keep.has(one) && one.parent && isShown(one)).sort((a, b) => a[1] - b[1]);
+      const [oldest] = [...open]
+        .filter(([one]) => !keep.has(one) && one.parent && isShown(one))
+        .sort((a, b) => a[1] - b[1]);
       if (!oldest) {
         open.clear();
         for (const [one, time] of before) open.set(one, time);
-        return {opened: false, closed: [], reason: `${box.label} shows ${plural(shownChildren(box).length, 'box', 'boxes')}, and no more than ${BOX_LIMIT} are drawn at once. Close something around it first.`};
+        return {
+          opened: false,
+          closed: [],
+          reason:
+            `${box.label} shows ${plural(shownChildren(box).length, 'box', 'boxes')}, and no more than ${BOX_LIMIT} ` +
+            'are drawn at once. Close something around it first.',
+        };
       }
       open.delete(oldest[0]);
       closed.push(oldest[0]);
@@ -64,7 +75,9 @@ function makeOpenBoxes(root) {
 function openFirst(boxes, opened, enough = 14) {
   opened.openBox(boxes.root);
   for (;;) {
-    const next = opened.visible().map((one) => one.box)
+    const next = opened
+      .visible()
+      .map((one) => one.box)
       .filter((box) => !opened.isOpen(box) && box.kind === 'module' && shownChildren(box).length > 1)
       .sort((a, b) => b.ops.length - a.ops.length)[0];
     if (!next || opened.count() + shownChildren(next).length > enough) return;

@@ -7,7 +7,9 @@ const SIZE = {width: 176, height: 44, title: 30, edge: 14};
 function layOut(box, graph, opened) {
   const signature = openSignature(box, opened);
   if (box.layout && box.layout.signature === signature) return box.layout;
-  const made = opened.isOpen(box) ? layOutOpen(box, graph, opened) : {width: closedWidth(box), height: SIZE.height, children: [], edges: []};
+  const made = opened.isOpen(box)
+    ? layOutOpen(box, graph, opened)
+    : {width: closedWidth(box), height: SIZE.height, children: [], edges: []};
   made.signature = signature;
   box.layout = made;
   return made;
@@ -15,7 +17,9 @@ function layOut(box, graph, opened) {
 
 function openSignature(box, opened) {
   if (!opened.isOpen(box)) return '';
-  return `${box.id}.${box.shown}(${shownChildren(box).map((child) => openSignature(child, opened)).join('')})`;
+  return `${box.id}.${box.shown}(${shownChildren(box)
+    .map((child) => openSignature(child, opened))
+    .join('')})`;
 }
 
 function closedWidth(box) {
@@ -26,14 +30,24 @@ function layOutOpen(box, graph, opened) {
   const children = shownChildren(box);
   const {between} = edgesOf(box, graph);
   const net = new dagre.graphlib.Graph();
-  net.setGraph({rankdir: 'TB', nodesep: 26, ranksep: 30, edgesep: 10, marginx: 0, marginy: 0, ranker: children.length > 25 ? 'longest-path' : 'network-simplex'});
+  net.setGraph({
+    rankdir: 'TB',
+    nodesep: 26,
+    ranksep: 30,
+    edgesep: 10,
+    marginx: 0,
+    marginy: 0,
+    ranker: children.length > 25 ? 'longest-path' : 'network-simplex',
+  });
   net.setDefaultEdgeLabel(() => ({}));
   for (const child of children) {
     const {width, height} = layOut(child, graph, opened);
     net.setNode(String(child.id), {width, height});
   }
   for (const edge of between) {
-    const label = edge.bridges.length ? {width: 150, height: 16 * bridgeLines(edge.bridges).length + 8, labelpos: 'c'} : {};
+    const label = edge.bridges.length
+      ? {width: 150, height: 16 * bridgeLines(edge.bridges).length + 8, labelpos: 'c'}
+      : {};
     net.setEdge(String(edge.from.id), String(edge.to.id), label);
   }
   dagre.layout(net);
@@ -51,7 +65,11 @@ function layOutOpen(box, graph, opened) {
     }),
     edges: between.map((edge) => {
       const found = net.edge(String(edge.from.id), String(edge.to.id));
-      return {edge, points: found.points.map((point) => ({x: point.x + shift, y: point.y + down})), label: edge.bridges.length ? {x: found.x + shift, y: found.y + down} : null};
+      return {
+        edge,
+        points: found.points.map((point) => ({x: point.x + shift, y: point.y + down})),
+        label: edge.bridges.length ? {x: found.x + shift, y: found.y + down} : null,
+      };
     }),
   };
 }
@@ -64,7 +82,11 @@ function placed(root, graph, opened) {
     const layout = layOut(box, graph, opened);
     boxes.push({box, x, y, width: layout.width, height: layout.height, level});
     for (const edge of layout.edges) {
-      edges.push({...edge, points: edge.points.map((point) => ({x: point.x + x, y: point.y + y})), label: edge.label && {x: edge.label.x + x, y: edge.label.y + y}});
+      edges.push({
+        ...edge,
+        points: edge.points.map((point) => ({x: point.x + x, y: point.y + y})),
+        label: edge.label && {x: edge.label.x + x, y: edge.label.y + y},
+      });
     }
     for (const child of layout.children) walk(child.box, x + child.x, y + child.y, level + 1);
   };

@@ -1,6 +1,6 @@
 // Boxes and arrows as SVG: drawn anew when something opens or closes (at most 300 boxes), moved by one transform otherwise.
 
-const GLYPH = 6.7;  // width of a letter at 12.5 px, on average, of the sans-serif faces of the style sheet
+const GLYPH = 6.7; // width of a letter at 12.5 px, on average, of the sans-serif faces of the style sheet
 
 function drawGraph(picture, graph, opened, differs) {
   const inletIds = new Set();
@@ -23,7 +23,15 @@ function drawGraph(picture, graph, opened, differs) {
   for (const item of picture.edges) {
     const lines = bridgeLines(item.edge.bridges);
     const look = lines.length ? ` bridge ${bridgeLook(lines[0].kind)}` : '';
-    edges.append(svg('path', {class: `edge${look}`, d: smooth(item.points), 'marker-end': 'url(#arrow)', 'data-from': item.edge.from.id, 'data-to': item.edge.to.id}));
+    edges.append(
+      svg('path', {
+        class: `edge${look}`,
+        d: smooth(item.points),
+        'marker-end': 'url(#arrow)',
+        'data-from': item.edge.from.id,
+        'data-to': item.edge.to.id,
+      }),
+    );
     if (item.label) labels.append(drawLabel(item.label, lines));
   }
   return [boxes, edges, labels];
@@ -45,9 +53,12 @@ function smooth(points) {
 function drawLabel(at, lines) {
   const width = Math.max(...lines.map((line) => line.text.length)) * 6.1 + 12;
   const height = lines.length * 15 + 5;
-  return svg('g', {class: 'edge-label', transform: `translate(${at.x - width / 2} ${at.y - height / 2})`},
+  return svg(
+    'g',
+    {class: 'edge-label', transform: `translate(${at.x - width / 2} ${at.y - height / 2})`},
     svg('rect', {width, height, rx: 4}),
-    lines.map((line, index) => svg('text', {x: 6, y: 14 + index * 15}, line.text)));
+    lines.map((line, index) => svg('text', {x: 6, y: 14 + index * 15}, line.text)),
+  );
 }
 
 function drawBox({box, x, y, width, height, level}, graph, opened, bridges, differs) {
@@ -57,9 +68,15 @@ function drawBox({box, x, y, width, height, level}, graph, opened, bridges, diff
   const name = boxName(box);
   const fit = Math.floor((width - 44) / GLYPH);
   const group = svg('g', {
-    class: `box ${box.kind}${isOpen ? ' open' : ''}${marked ? ' differs' : ''}`, transform: `translate(${x} ${y})`, 'data-id': box.id,
-    role: 'treeitem', tabindex: '-1', 'aria-level': level, 'aria-selected': 'false',
-    'aria-expanded': canOpen(box) ? String(isOpen) : null, 'aria-label': spoken(box, graph, bridges, marked),
+    class: `box ${box.kind}${isOpen ? ' open' : ''}${marked ? ' differs' : ''}`,
+    transform: `translate(${x} ${y})`,
+    'data-id': box.id,
+    role: 'treeitem',
+    tabindex: '-1',
+    'aria-level': level,
+    'aria-selected': 'false',
+    'aria-expanded': canOpen(box) ? String(isOpen) : null,
+    'aria-label': spoken(box, graph, bridges, marked),
   });
   group.append(svg('rect', {class: 'frame', width, height, rx: box.kind === 'op' ? 4 : 9}));
   if (!isOpen && box.times > 1) group.prepend(svg('rect', {class: 'behind', x: 5, y: 5, width, height, rx: 9}));
@@ -71,7 +88,8 @@ function drawBox({box, x, y, width, height, level}, graph, opened, bridges, diff
   const bar = svg('g', {});
   const total = stages.reduce((sum, [, count]) => sum + count, 0);
   let down = 0;
-  for (const [stage, count] of stages) {  // the stages as a bar in front: how much of the box lies where
+  for (const [stage, count] of stages) {
+    // the stages as a bar in front: how much of the box lies where
     const part = (height * count) / total;
     bar.append(svg('rect', {x: 0, y: down, width: 7, height: part, fill: colour(stage)}));
     down += part;
@@ -125,7 +143,10 @@ function boxNote(box, graph, bridges, marked) {
 }
 
 function spoken(box, graph, bridges, marked) {
-  const kind = box.kind === 'op' ? `op ${box.label}, ${box.name}` : `${box.label} ${box.className || ''}, ${plural(box.ops.length, 'op')}`;
+  const kind =
+    box.kind === 'op'
+      ? `op ${box.label}, ${box.name}`
+      : `${box.label} ${box.className || ''}, ${plural(box.ops.length, 'op')}`;
   const stages = stagesOf(box, graph).map(([stage]) => (stage < 0 ? 'no stage' : `stage ${stage}`));
   const where = stages.length > 3 ? `${stages[0]} to ${stages[stages.length - 1]}` : stages.join(', ');
   const rest = bridges.length ? `, ${plural(bridges.length, 'bridge')} inside` : '';

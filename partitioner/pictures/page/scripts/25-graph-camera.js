@@ -7,7 +7,8 @@ function makeCamera(pane, canvas, world, minimap, size) {
     world.setAttribute('transform', `translate(${view.x.toFixed(2)} ${view.y.toFixed(2)}) scale(${view.k.toFixed(4)})`);
     const frame = minimap.querySelector('.view');
     const {width, height} = canvas.getBoundingClientRect();
-    if (frame) fill(frame, {x: -view.x / view.k, y: -view.y / view.k, width: width / view.k, height: height / view.k}, []);
+    if (frame)
+      fill(frame, {x: -view.x / view.k, y: -view.y / view.k, width: width / view.k, height: height / view.k}, []);
   };
 
   const zoomAt = (factor, x, y) => {
@@ -56,9 +57,21 @@ function makeCamera(pane, canvas, world, minimap, size) {
   const drawMinimap = (boxes) => {
     const {width, height} = size();
     minimap.setAttribute('viewBox', `-20 -20 ${width + 40} ${height + 40}`);
-    minimap.replaceChildren(...boxes.filter((item) => item.level < 5).map((item) =>
-      svg('rect', {class: `mini${item.open ? ' open' : ''}`, x: item.x, y: item.y, width: item.width, height: item.height, 'vector-effect': 'non-scaling-stroke'})),
-      svg('rect', {class: 'view', 'vector-effect': 'non-scaling-stroke'}));
+    minimap.replaceChildren(
+      ...boxes
+        .filter((item) => item.level < 5)
+        .map((item) =>
+          svg('rect', {
+            class: `mini${item.open ? ' open' : ''}`,
+            x: item.x,
+            y: item.y,
+            width: item.width,
+            height: item.height,
+            'vector-effect': 'non-scaling-stroke',
+          }),
+        ),
+      svg('rect', {class: 'view', 'vector-effect': 'non-scaling-stroke'}),
+    );
     apply();
   };
 
@@ -70,18 +83,38 @@ function makeCamera(pane, canvas, world, minimap, size) {
     if (!drag) return;
     const dx = event.clientX - drag.x;
     const dy = event.clientY - drag.y;
-    if (Math.abs(dx) + Math.abs(dy) > 4) { drag.moved = true; pane.classList.add('moving'); }
-    if (drag.moved) { view = {...drag.from, x: drag.from.x + dx, y: drag.from.y + dy}; apply(); }
+    if (Math.abs(dx) + Math.abs(dy) > 4) {
+      drag.moved = true;
+      pane.classList.add('moving');
+    }
+    if (drag.moved) {
+      view = {...drag.from, x: drag.from.x + dx, y: drag.from.y + dy};
+      apply();
+    }
   });
-  const release = () => { if (drag) { pane.dataset.moved = drag.moved ? 'yes' : ''; drag = null; pane.classList.remove('moving'); } };
+  const release = () => {
+    if (drag) {
+      pane.dataset.moved = drag.moved ? 'yes' : '';
+      drag = null;
+      pane.classList.remove('moving');
+    }
+  };
   window.addEventListener('pointerup', release);
   window.addEventListener('pointercancel', release);
-  canvas.addEventListener('wheel', (event) => {
-    if (!event.ctrlKey && !event.metaKey && !pane.contains(document.activeElement)) return;  // the page scrolls
-    event.preventDefault();
-    const box = canvas.getBoundingClientRect();
-    zoomAt(Math.exp(-event.deltaY * (event.ctrlKey ? 0.01 : 0.0015)), event.clientX - box.left, event.clientY - box.top);
-  }, {passive: false});
+  canvas.addEventListener(
+    'wheel',
+    (event) => {
+      if (!event.ctrlKey && !event.metaKey && !pane.contains(document.activeElement)) return; // the page scrolls
+      event.preventDefault();
+      const box = canvas.getBoundingClientRect();
+      zoomAt(
+        Math.exp(-event.deltaY * (event.ctrlKey ? 0.01 : 0.0015)),
+        event.clientX - box.left,
+        event.clientY - box.top,
+      );
+    },
+    {passive: false},
+  );
   minimap.addEventListener('pointerdown', (event) => {
     const point = new DOMPoint(event.clientX, event.clientY).matrixTransform(minimap.getScreenCTM().inverse());
     const {width, height} = canvas.getBoundingClientRect();

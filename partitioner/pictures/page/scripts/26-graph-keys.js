@@ -15,7 +15,10 @@ function nearest(items, from, [dx, dy]) {
     const aside = Math.abs((there.x - here.x) * dy) + Math.abs((there.y - here.y) * dx);
     if (along < 4 || aside > along * 3 + 40) continue;
     const cost = along + aside * 2;
-    if (cost < least) { least = cost; best = item; }
+    if (cost < least) {
+      least = cost;
+      best = item;
+    }
   }
   return best;
 }

@@ -7,8 +7,15 @@ function makeSearch(entries, choose, label) {
   let found = [];
   let active = -1;
   const input = el('input', {
-    type: 'search', role: 'combobox', 'aria-expanded': 'false', 'aria-controls': listId, 'aria-autocomplete': 'list', 'aria-label': label,
-    placeholder: 'Search: module, op or parameter', autocomplete: 'off', spellcheck: 'false',
+    type: 'search',
+    role: 'combobox',
+    'aria-expanded': 'false',
+    'aria-controls': listId,
+    'aria-autocomplete': 'list',
+    'aria-label': label,
+    placeholder: 'Search: module, op or parameter',
+    autocomplete: 'off',
+    spellcheck: 'false',
   });
   const list = el('ul', {id: listId, role: 'listbox', 'aria-label': 'Found', hidden: true});
 
@@ -23,18 +30,44 @@ function makeSearch(entries, choose, label) {
     active = index;
     [...list.children].forEach((item, i) => item.setAttribute('aria-selected', String(i === index)));
     const item = list.children[index];
-    if (item) { input.setAttribute('aria-activedescendant', item.id); item.scrollIntoView({block: 'nearest'}); }
+    if (item) {
+      input.setAttribute('aria-activedescendant', item.id);
+      item.scrollIntoView({block: 'nearest'});
+    }
   };
 
-  const take = (entry) => { close(); input.value = short(entry.text, 200); choose(entry); };
+  const take = (entry) => {
+    close();
+    input.value = short(entry.text, 200);
+    choose(entry);
+  };
 
   const update = () => {
     const wanted = input.value.trim().toLowerCase();
-    if (!wanted) { close(); return; }
+    if (!wanted) {
+      close();
+      return;
+    }
     found = findEntries(entries, wanted);
-    list.replaceChildren(...found.map((entry, index) => el('li', {
-      id: `${listId}-${index}`, role: 'option', 'aria-selected': 'false', onpointerdown: (event) => { event.preventDefault(); take(entry); },
-    }, shortEnd(entry.text, 90), ' ', el('span', {class: 'muted'}, entry.note))));
+    list.replaceChildren(
+      ...found.map((entry, index) =>
+        el(
+          'li',
+          {
+            id: `${listId}-${index}`,
+            role: 'option',
+            'aria-selected': 'false',
+            onpointerdown: (event) => {
+              event.preventDefault();
+              take(entry);
+            },
+          },
+          shortEnd(entry.text, 90),
+          ' ',
+          el('span', {class: 'muted'}, entry.note),
+        ),
+      ),
+    );
     list.hidden = found.length === 0;
     input.setAttribute('aria-expanded', String(found.length > 0));
     announce(found.length ? `${found.length} found` : 'nothing found');
@@ -46,7 +79,10 @@ function makeSearch(entries, choose, label) {
   input.addEventListener('keydown', (event) => {
     if (event.key === 'ArrowDown' && found.length && !list.hidden) mark((active + 1) % found.length);
     else if (event.key === 'ArrowUp' && found.length && !list.hidden) mark((active + found.length - 1) % found.length);
-    else if (event.key === 'Enter') { if (list.hidden) update(); if (found[Math.max(active, 0)] && input.value.trim()) take(found[Math.max(active, 0)]); } else if (event.key === 'Escape') close();
+    else if (event.key === 'Enter') {
+      if (list.hidden) update();
+      if (found[Math.max(active, 0)] && input.value.trim()) take(found[Math.max(active, 0)]);
+    } else if (event.key === 'Escape') close();
     else return;
     event.preventDefault();
   });
@@ -68,7 +104,9 @@ function findEntries(entries, wanted) {
 /** Everything of a graph that has a name: modules, ops, parameters. */
 function searchEntries(graph, boxes) {
   const entries = [];
-  const add = (text, note, box) => { if (text) entries.push({text, lower: text.toLowerCase(), note, box}); };
+  const add = (text, note, box) => {
+    if (text) entries.push({text, lower: text.toLowerCase(), note, box});
+  };
   for (const [name, box] of boxes.byName) add(name, box.className || 'module', box);
   const reader = new Map();
   graph.ops.forEach((op, index) => {

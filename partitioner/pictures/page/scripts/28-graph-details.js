@@ -1,15 +1,28 @@
 // The details of the chosen box: shapes, layout in words, arithmetic, bytes, time, source line, parameters, bridges.
 
-const LISTED = 12;  // of a long list; the rest is counted
+const LISTED = 12; // of a long list; the rest is counted
 
 function pairs(...entries) {
-  return el('dl', null, entries.filter((entry) => entry && entry[1]).map(([name, value]) => [el('dt', null, name), el('dd', null, value)]));
+  return el(
+    'dl',
+    null,
+    entries.filter((entry) => entry && entry[1]).map(([name, value]) => [el('dt', null, name), el('dd', null, value)]),
+  );
 }
 
 function listOf(title, items, draw) {
   if (!items.length) return null;
-  return el('div', null, el('h4', null, title), el('ul', null, items.slice(0, LISTED).map((item) => el('li', null, draw(item)))),
-    items.length > LISTED && el('p', {class: 'muted'}, `and ${formatCount(items.length - LISTED)} more`));
+  return el(
+    'div',
+    null,
+    el('h4', null, title),
+    el(
+      'ul',
+      null,
+      items.slice(0, LISTED).map((item) => el('li', null, draw(item))),
+    ),
+    items.length > LISTED && el('p', {class: 'muted'}, `and ${formatCount(items.length - LISTED)} more`),
+  );
 }
 
 function stageWords(stage, plan) {
@@ -51,7 +64,8 @@ function opDetails(box, view) {
 }
 
 function parameterLine(parameter) {
-  return `${parameter.name}, ${parameter.shape}, ${formatBytes(parameter.size_bytes)}${parameter.layout ? `: ${parameter.layout}` : ''}`;
+  const text = `${parameter.name}, ${parameter.shape}, ${formatBytes(parameter.size_bytes)}`;
+  return parameter.layout ? `${text}: ${parameter.layout}` : text;
 }
 
 function bridgeLine(bridge) {
@@ -62,7 +76,11 @@ function bridgeLine(bridge) {
 function inside(box, view) {
   const around = holders(box).filter((one) => one.parent);
   if (!around.length) return null;
-  return el('span', null, around.flatMap((one, index) => [index > 0 ? ' › ' : null, jump(one.label, () => view.choose(one))]));
+  return el(
+    'span',
+    null,
+    around.flatMap((one, index) => [index > 0 ? ' › ' : null, jump(one.label, () => view.choose(one))]),
+  );
 }
 
 function groupDetails(box, view) {
@@ -73,19 +91,36 @@ function groupDetails(box, view) {
   const counts = stagesOf(box, graph);
   return [
     el('h3', null, box.label),
-    canOpen(box) && el('div', {class: 'tools'},
-      el('button', {type: 'button', onclick: () => view.toggle(box)}, view.isOpen(box) ? 'Close' : 'Open'),
-      box.kind === 'fold' && memberChoice(box, view)),
+    canOpen(box) &&
+      el(
+        'div',
+        {class: 'tools'},
+        el('button', {type: 'button', onclick: () => view.toggle(box)}, view.isOpen(box) ? 'Close' : 'Open'),
+        box.kind === 'fold' && memberChoice(box, view),
+      ),
     pairs(
       ['name', box.name && box.name !== box.label && box.name],
       ['class', box.className],
       ['in', inside(box, view)],
       ['equal blocks', box.times > 1 && `${box.times}, one after another; figures are of all of them`],
       ['ops', formatCount(box.ops.length)],
-      ['computed on', el('span', null, counts.slice(0, LISTED).map(([stage, count]) =>
-        el('span', null, stageWords(stage, plan), counts.length > 1 ? `: ${plural(count, 'op')}` : '', el('br'))),
-      counts.length > LISTED && `and ${counts.length - LISTED} more stages`)],
-      ['parameters', sums.parameters.size && `${formatCount(sums.parameters.size)}, ${formatBytes(sums.parameter_bytes)}`],
+      [
+        'computed on',
+        el(
+          'span',
+          null,
+          counts
+            .slice(0, LISTED)
+            .map(([stage, count]) =>
+              el('span', null, stageWords(stage, plan), counts.length > 1 ? `: ${plural(count, 'op')}` : '', el('br')),
+            ),
+          counts.length > LISTED && `and ${counts.length - LISTED} more stages`,
+        ),
+      ],
+      [
+        'parameters',
+        sums.parameters.size && `${formatCount(sums.parameters.size)}, ${formatBytes(sums.parameter_bytes)}`,
+      ],
       ['arithmetic', `${formatFlops(sums.forward_flops)} forward, ${formatFlops(sums.backward_flops)} backward`],
       ['time, forward', formatSeconds(sums.forward_seconds)],
       ['kept for backward', formatBytes(sums.saved_bytes)],
@@ -97,7 +132,12 @@ function groupDetails(box, view) {
 
 /** Which block of a fold is shown. */
 function memberChoice(box, view) {
-  const select = el('select', {onchange: () => view.showMember(box, Number(select.value))},
-    box.members.map((member, index) => el('option', {value: index, selected: index === box.shown}, short(member.name || member.label, 60))));
+  const select = el(
+    'select',
+    {'aria-label': 'block', onchange: () => view.showMember(box, Number(select.value))},
+    box.members.map((member, index) =>
+      el('option', {value: index, selected: index === box.shown}, short(member.name || member.label, 60)),
+    ),
+  );
   return el('label', null, 'block', select);
 }

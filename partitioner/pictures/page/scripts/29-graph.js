@@ -2,7 +2,8 @@
 
 function drawPlacement(plan, other) {
   const graph = plan.graph;
-  if (!graph) return [el('p', {class: 'note'}, 'This plan file holds no graph of the model, so there is nothing to draw here.')];
+  if (!graph)
+    return [el('p', {class: 'note'}, 'This plan file holds no graph of the model, so there is nothing to draw here.')];
   const boxes = makeBoxes(graph);
   const opened = makeOpenBoxes(boxes.root);
   const differs = other && other.graph && differenceTest(graph, other.graph);
@@ -10,14 +11,37 @@ function drawPlacement(plan, other) {
 
   const canvas = svg('svg', {class: 'canvas', 'aria-label': 'Placement graph', role: 'group'});
   const world = svg('g', {class: 'world'});
-  canvas.append(svg('defs', null, svg('marker', {id: 'arrow', viewBox: '0 0 8 8', refX: 7.5, refY: 4, markerWidth: 9, markerHeight: 9, markerUnits: 'userSpaceOnUse', orient: 'auto'},
-    svg('path', {class: 'arrow', d: 'M0 0L8 4L0 8Z'}))), world);
+  canvas.append(
+    svg(
+      'defs',
+      null,
+      svg(
+        'marker',
+        {
+          id: 'arrow',
+          viewBox: '0 0 8 8',
+          refX: 7.5,
+          refY: 4,
+          markerWidth: 9,
+          markerHeight: 9,
+          markerUnits: 'userSpaceOnUse',
+          orient: 'auto',
+        },
+        svg('path', {class: 'arrow', d: 'M0 0L8 4L0 8Z'}),
+      ),
+    ),
+    world,
+  );
   const minimap = svg('svg', {class: 'minimap', 'aria-hidden': 'true'});
-  const details = el('aside', {class: 'graph-details', 'aria-label': 'Details of the chosen box', tabindex: '0'});
+  const details = el('aside', {
+    class: 'graph-details',
+    'aria-label': `Details of the chosen box of ${short(plan.title, 80)}`,
+    tabindex: '0',
+  });
   const status = el('p', {class: 'status'});
   const pane = el('div', {class: 'graph-pane'}, canvas, minimap);
   let picture = null;
-  let items = new Map();  // box → its place on the picture
+  let items = new Map(); // box → its place on the picture
   let elements = new Map();
   let chosen = null;
   const camera = makeCamera(pane, canvas, world, minimap, () => picture);
@@ -63,16 +87,22 @@ function drawPlacement(plan, other) {
     say(result);
     if (!result.opened) return;
     redraw();
-    const target = items.has(box) ? box : box.parent;  // a block of a fold: the fold shows it now
+    const target = items.has(box) ? box : box.parent; // a block of a fold: the fold shows it now
     select(target);
     camera.show(items.get(target), true);
   };
 
   const say = ({closed, reason}) => {
-    status.textContent = reason || (closed.length ? `Closed to stay within ${BOX_LIMIT} boxes: ${closed.map((box) => short(box.label, 40)).join(', ')}.` : boxCount());
+    status.textContent =
+      reason ||
+      (closed.length
+        ? `Closed to stay within ${BOX_LIMIT} boxes: ${closed.map((box) => short(box.label, 40)).join(', ')}.`
+        : boxCount());
     if (reason || closed.length) announce(status.textContent);
   };
-  const boxCount = () => `${plural(opened.count(), 'box', 'boxes')} shown of ${formatCount(boxes.count)}; ${plural(graph.ops.length, 'op')} in the model.`;
+  const boxCount = () =>
+    `${plural(opened.count(), 'box', 'boxes')} shown of ${formatCount(boxes.count)}; ` +
+    `${plural(graph.ops.length, 'op')} in the model.`;
 
   const toggle = (box) => {
     const before = items.get(box);
@@ -91,8 +121,19 @@ function drawPlacement(plan, other) {
   };
 
   const view = {
-    graph, plan, boxes, choose, toggle, isOpen: opened.isOpen,
-    showMember: (fold, index) => { fold.shown = index; opened.openBox(fold); redraw(); select(fold, false); camera.show(items.get(fold)); },
+    graph,
+    plan,
+    boxes,
+    choose,
+    toggle,
+    isOpen: opened.isOpen,
+    showMember: (fold, index) => {
+      fold.shown = index;
+      opened.openBox(fold);
+      redraw();
+      select(fold, false);
+      camera.show(items.get(fold));
+    },
   };
 
   const boxAt = (event) => {
@@ -111,9 +152,18 @@ function drawPlacement(plan, other) {
     if (!box) return;
     if (WAYS[event.key]) {
       const next = nearest([...items.values()], items.get(box), WAYS[event.key]);
-      if (next) { select(next.box); camera.show(next); }
+      if (next) {
+        select(next.box);
+        camera.show(next);
+      }
     } else if (event.key === 'Enter' || event.key === ' ') {
-      if (canOpen(box)) { if (!opened.isOpen(box)) toggle(box); else select(box); } else { select(box); announce(details.textContent.slice(0, 400)); }
+      if (canOpen(box)) {
+        if (!opened.isOpen(box)) toggle(box);
+        else select(box);
+      } else {
+        select(box);
+        announce(details.textContent.slice(0, 400));
+      }
     } else if (event.key === 'Escape') {
       const target = opened.isOpen(box) && box.parent ? box : holder(box);
       if (target && target.parent) toggle(target);
@@ -124,22 +174,44 @@ function drawPlacement(plan, other) {
     event.preventDefault();
   });
 
-  const button = (label, text, press) => el('button', {type: 'button', 'aria-label': label, title: label, onclick: press}, text);
-  pane.append(el('div', {class: 'zoom'}, button('Zoom in', '+', () => camera.zoom(1.25)), button('Zoom out', '−', () => camera.zoom(0.8)),
-    button('Show everything', 'Fit', camera.fit)));
+  const button = (label, text, press) =>
+    el('button', {type: 'button', 'aria-label': label, title: label, onclick: press}, text);
+  pane.append(
+    el(
+      'div',
+      {class: 'zoom'},
+      button('Zoom in', '+', () => camera.zoom(1.25)),
+      button('Zoom out', '−', () => camera.zoom(0.8)),
+      button('Show everything', 'Fit', camera.fit),
+    ),
+  );
   redraw();
-  details.append(el('p', {class: 'muted'}, 'Choose a box to read about it. A click or Enter opens a box, Escape closes it, arrow keys move, + − 0 zoom.'));
+  details.append(
+    el(
+      'p',
+      {class: 'muted'},
+      'Choose a box to read about it. A click or Enter opens a box, Escape closes it, arrow keys move, + − 0 zoom.',
+    ),
+  );
   status.textContent = boxCount();
   afterShown(pane, () => camera.fit());
   return [
-    el('div', {class: 'tools'}, makeSearch(searchEntries(graph, boxes), (entry) => choose(entry.box), `Search the graph of ${short(plan.title, 80)}`),
+    el(
+      'div',
+      {class: 'tools'},
+      makeSearch(
+        searchEntries(graph, boxes),
+        (entry) => choose(entry.box),
+        `Search the graph of ${short(plan.title, 80)}`,
+      ),
       button('Close all boxes but the first', 'Fold all', () => {
         for (const {box} of opened.visible().reverse()) if (box.parent) opened.close(box);
         openFirst(boxes, opened);
         redraw();
         camera.fit();
         status.textContent = boxCount();
-      })),
+      }),
+    ),
     stageLegend(plan),
     bridgeLegend(graph),
     el('div', {class: 'graph'}, pane, details),
@@ -149,9 +221,18 @@ function drawPlacement(plan, other) {
 
 function bridgeLegend(graph) {
   const kinds = [...new Set(graph.bridges.map((bridge) => bridge.kind))];
-  return el('ul', {class: 'legend', 'aria-label': 'Arrows'},
-    [['', 'a tensor passes'], ...kinds.map((kind) => [`bridge ${bridgeLook(kind)}`, kind])].map(([look, text]) => el('li', null,
-      svg('svg', {width: 34, height: 10, 'aria-hidden': 'true'}, svg('path', {class: `edge ${look}`, d: 'M0 5H34'})), text)));
+  return el(
+    'ul',
+    {class: 'legend', 'aria-label': 'Arrows'},
+    [['', 'a tensor passes'], ...kinds.map((kind) => [`bridge ${bridgeLook(kind)}`, kind])].map(([look, text]) =>
+      el(
+        'li',
+        null,
+        svg('svg', {width: 34, height: 10, 'aria-hidden': 'true'}, svg('path', {class: `edge ${look}`, d: 'M0 5H34'})),
+        text,
+      ),
+    ),
+  );
 }
 
 /** Tell of a box whether any of its ops lies on other devices in the other plan. Ops are matched by name. */

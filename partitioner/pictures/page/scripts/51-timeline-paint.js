@@ -2,7 +2,8 @@
 
 function timelinePaints() {
   const paints = {};
-  for (const name of ['text', 'muted', 'line', 'strong', 'surface', 'bg', 'accent', 'critical', 'sunken']) paints[name] = computedColour(`var(--${name})`);
+  for (const name of ['text', 'muted', 'line', 'strong', 'surface', 'bg', 'accent', 'critical', 'sunken'])
+    paints[name] = computedColour(`var(--${name})`);
   paints.pale = Array.from({length: COLOURS}, (_, index) => computedColour(tint(index)));
   paints.deep = Array.from({length: COLOURS}, (_, index) => computedColour(deepTint(index)));
   paints.rest = computedColour('color-mix(in srgb, var(--strong) 45%, var(--surface))');
@@ -13,7 +14,7 @@ const KIND_ORDER = {F: 0, B: 1, I: 1, W: 2, R: 3, O: 6};
 
 function paintOf(paints, span, by) {
   const [, , kind, stage, microbatch] = span;
-  const index = by === 'kind' ? KIND_ORDER[kind] ?? 7 : by === 'stage' ? stage : microbatch;
+  const index = by === 'kind' ? (KIND_ORDER[kind] ?? 7) : by === 'stage' ? stage : microbatch;
   if (index < 0) return paints.rest;
   return (kind === 'F' ? paints.pale : paints.deep)[index % COLOURS];
 }
@@ -29,7 +30,10 @@ function paintTimeline(canvas, model) {
     canvas.height = Math.round(height * scale);
   }
   const theme = document.documentElement.dataset.theme;
-  if (!model.paints || model.theme !== theme) { model.paints = timelinePaints(); model.theme = theme; }
+  if (!model.paints || model.theme !== theme) {
+    model.paints = timelinePaints();
+    model.theme = theme;
+  }
   const paints = model.paints;
   const pen = canvas.getContext('2d');
   pen.setTransform(scale, 0, 0, scale, 0, 0);
@@ -50,11 +54,16 @@ function paintTimeline(canvas, model) {
     lane.spans.forEach((span, spanIndex) => {
       if (span[1] < state.from || span[0] > state.to) return;
       const chosen = state.lane === index && state.span === spanIndex;
-      paintSpan(pen, model, span, x, top, LANE.height, {critical: state.critical && critical.has(`${index}:${spanIndex}`), chosen});
+      paintSpan(pen, model, span, x, top, LANE.height, {
+        critical: state.critical && critical.has(`${index}:${spanIndex}`),
+        chosen,
+      });
     });
     const below = measured && measured.lanes[index];
     if (below) {
-      for (const span of below.spans) if (span[1] >= state.from && span[0] <= state.to) paintSpan(pen, model, span, x, top + LANE.height + 2, LANE.measured, {});
+      for (const span of below.spans)
+        if (span[1] >= state.from && span[0] <= state.to)
+          paintSpan(pen, model, span, x, top + LANE.height + 2, LANE.measured, {});
     }
     pen.restore();
     paintLaneLabel(pen, paints, lane, top, Boolean(below));
@@ -72,7 +81,8 @@ function paintAxis(pen, model, width, height, x) {
     pen.fillStyle = paints.line;
     pen.fillRect(x(time), 18, 1, height);
     pen.fillStyle = paints.muted;
-    if (x(time) < width - 30) pen.fillText(formatSeconds(Math.abs(time) < step / 1e6 ? 0 : time), Math.max(x(time), LANE.left + 10), 10);
+    if (x(time) < width - 30)
+      pen.fillText(formatSeconds(Math.abs(time) < step / 1e6 ? 0 : time), Math.max(x(time), LANE.left + 10), 10);
   }
   if (timeline.step_seconds >= state.from && timeline.step_seconds <= state.to) {
     pen.fillStyle = paints.text;
@@ -132,7 +142,8 @@ function paintLaneLabel(pen, paints, lane, top, measured) {
   pen.fillText(short(lane.label, 16), 8, top + 11, LANE.left - 14);
   pen.fillStyle = paints.muted;
   pen.font = '11px system-ui, "DejaVu Sans", sans-serif';
-  const stages = lane.stages.length > 4 ? `${lane.stages[0]}…${lane.stages[lane.stages.length - 1]}` : lane.stages.join(', ');
+  const stages =
+    lane.stages.length > 4 ? `${lane.stages[0]}…${lane.stages[lane.stages.length - 1]}` : lane.stages.join(', ');
   if (lane.stages.length) pen.fillText(`${lane.stages.length > 1 ? 'stages' : 'stage'} ${stages}`, 8, top + 26);
   if (measured) pen.fillText('measured', 8, top + LANE.height + 9);
 }

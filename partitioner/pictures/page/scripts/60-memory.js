@@ -16,16 +16,31 @@ function drawMemory(plan) {
   const most = Math.max(...lanes.map((lane) => Math.max(lane.peak_bytes, lane.capacity_bytes)));
   const show = (index) => {
     figure.replaceChildren(...memoryFigure(lanes[index], plan.timeline && plan.timeline.step_seconds));
-    for (const button of overview.querySelectorAll('button')) button.setAttribute('aria-pressed', String(button.dataset.lane === String(index)));
+    for (const button of overview.querySelectorAll('button'))
+      button.setAttribute('aria-pressed', String(button.dataset.lane === String(index)));
   };
-  const list = (indices) => indices.forEach((index) => overview.append(...overviewRow(lanes[index], index, most, show)));
+  const list = (indices) =>
+    indices.forEach((index) => overview.append(...overviewRow(lanes[index], index, most, show)));
   list(order.slice(0, LANES_LISTED));
-  const more = order.length > LANES_LISTED && el('button', {type: 'button', onclick: () => { list(order.slice(LANES_LISTED)); more.remove(); }}, `Show all ${order.length} lanes`);
+  const more =
+    order.length > LANES_LISTED &&
+    el(
+      'button',
+      {
+        type: 'button',
+        onclick: () => {
+          list(order.slice(LANES_LISTED));
+          more.remove();
+        },
+      },
+      `Show all ${order.length} lanes`,
+    );
   show(order[0]);
   return [
     memoryLegend(lanes),
     el('h3', null, 'Peak of every device, fullest first'),
-    overview, more,
+    overview,
+    more,
     figure,
     tableOnDemand('What holds the peak, as a table', () => memoryTable(lanes)),
   ];
@@ -37,13 +52,20 @@ function fullness(lane) {
 
 /** The kinds that any lane holds something of, with their index. */
 function memoryKinds(lane) {
-  return lane.kinds.map((kind, index) => [kind, index]).filter(([, index]) => lane.stacks[index].some((value) => value > 0));
+  return lane.kinds
+    .map((kind, index) => [kind, index])
+    .filter(([, index]) => lane.stacks[index].some((value) => value > 0));
 }
 
 function memoryLegend(lanes) {
   const kinds = new Map(lanes.flatMap((lane) => memoryKinds(lane)));
-  return el('ul', {class: 'legend', 'aria-label': 'Kinds of memory'}, [...kinds].sort((a, b) => a[1] - b[1]).map(([kind, index]) =>
-    el('li', null, swatch(memoryPaint(index), MEMORY_PATTERNS[index]), kind)));
+  return el(
+    'ul',
+    {class: 'legend', 'aria-label': 'Kinds of memory'},
+    [...kinds]
+      .sort((a, b) => a[1] - b[1])
+      .map(([kind, index]) => el('li', null, swatch(memoryPaint(index), MEMORY_PATTERNS[index]), kind)),
+  );
 }
 
 /** The place in a lane's times where the sum is greatest. */
@@ -52,7 +74,10 @@ function peakIndex(lane) {
   let most = -1;
   lane.seconds.forEach((_, at) => {
     const sum = lane.stacks.reduce((total, stack) => total + stack[at], 0);
-    if (sum > most) { most = sum; best = at; }
+    if (sum > most) {
+      most = sum;
+      best = at;
+    }
   });
   return best;
 }
@@ -64,13 +89,31 @@ function overviewRow(lane, index, most, show) {
     const width = (stack[at] / most) * 100;
     const place = {x: `${left}%`, y: 1, width: `${width}%`, height: 16};
     left += width;
-    return width > 0 && [svg('rect', {...place, fill: memoryPaint(kind)}), MEMORY_PATTERNS[kind] && svg('rect', {...place, fill: MEMORY_PATTERNS[kind]})];
+    return (
+      width > 0 && [
+        svg('rect', {...place, fill: memoryPaint(kind)}),
+        MEMORY_PATTERNS[kind] && svg('rect', {...place, fill: MEMORY_PATTERNS[kind]}),
+      ]
+    );
   });
   const capacity = `${(lane.capacity_bytes / most) * 100}%`;
   return [
-    el('button', {type: 'button', 'data-lane': index, 'aria-pressed': 'false', onclick: () => show(index)}, short(lane.label, 60)),
-    svg('svg', {'aria-hidden': 'true'}, bars.flat(), svg('line', {x1: capacity, x2: capacity, y1: 0, y2: 18, stroke: 'var(--bad)', 'stroke-width': 2.5})),
-    el('span', null, `${formatBytes(lane.peak_bytes)} of ${formatBytes(lane.capacity_bytes)}, ${formatShare(fullness(lane))}`),
+    el(
+      'button',
+      {type: 'button', 'data-lane': index, 'aria-pressed': 'false', onclick: () => show(index)},
+      short(lane.label, 60),
+    ),
+    svg(
+      'svg',
+      {'aria-hidden': 'true'},
+      bars.flat(),
+      svg('line', {x1: capacity, x2: capacity, y1: 0, y2: 18, stroke: 'var(--bad)', 'stroke-width': 2.5}),
+    ),
+    el(
+      'span',
+      null,
+      `${formatBytes(lane.peak_bytes)} of ${formatBytes(lane.capacity_bytes)}, ${formatShare(fullness(lane))}`,
+    ),
   ];
 }
 
@@ -80,29 +123,77 @@ function memoryFigure(lane, step) {
   const top = Math.max(lane.peak_bytes, lane.capacity_bytes) * 1.06;
   const x = (time) => size.left + (Math.min(time, end) / end) * (size.width - size.left - size.right);
   const y = (value) => size.height - size.bottom - (value / top) * (size.height - size.top - size.bottom);
-  const chart = svg('svg', {class: 'chart', viewBox: `0 0 ${size.width} ${size.height}`, role: 'img',
-    'aria-label': `Memory of ${lane.label}: peak ${formatBytes(lane.peak_bytes)} at ${formatSeconds(lane.peak_at)} of ${formatBytes(lane.capacity_bytes)}`});
+  const chart = svg('svg', {
+    class: 'chart',
+    viewBox: `0 0 ${size.width} ${size.height}`,
+    role: 'img',
+    'aria-label':
+      `Memory of ${lane.label}: peak ${formatBytes(lane.peak_bytes)} at ${formatSeconds(lane.peak_at)} ` +
+      `of ${formatBytes(lane.capacity_bytes)}`,
+  });
   for (const value of ticks(top, 5, 1024)) {
-    chart.append(svg('line', {class: 'axis', x1: size.left, x2: size.width - size.right, y1: y(value), y2: y(value)}),
-      svg('text', {class: 'muted', x: size.left - 6, y: y(value) + 4, 'text-anchor': 'end'}, formatBytes(value)));
+    chart.append(
+      svg('line', {class: 'axis', x1: size.left, x2: size.width - size.right, y1: y(value), y2: y(value)}),
+      svg('text', {class: 'muted', x: size.left - 6, y: y(value) + 4, 'text-anchor': 'end'}, formatBytes(value)),
+    );
   }
-  for (const time of ticks(end, 6)) chart.append(svg('text', {class: 'muted', x: x(time), y: size.height - 10, 'text-anchor': 'middle'}, formatSeconds(time)));
+  for (const time of ticks(end, 6))
+    chart.append(
+      svg('text', {class: 'muted', x: x(time), y: size.height - 10, 'text-anchor': 'middle'}, formatSeconds(time)),
+    );
   const base = lane.seconds.map(() => 0);
   for (const [, index] of memoryKinds(lane)) {
     const lower = [...base];
-    lane.stacks[index].forEach((value, at) => { base[at] += value; });
+    lane.stacks[index].forEach((value, at) => {
+      base[at] += value;
+    });
     const d = stairs(lane.seconds, base, lower, end, x, y);
     chart.append(svg('path', {class: 'area', d, fill: memoryPaint(index)}));
     if (MEMORY_PATTERNS[index]) chart.append(svg('path', {d, fill: MEMORY_PATTERNS[index]}));
   }
   if (lane.capacity_bytes) {
-    chart.append(svg('line', {class: 'capacity', x1: size.left, x2: size.width - size.right, y1: y(lane.capacity_bytes), y2: y(lane.capacity_bytes)}),
-      svg('text', {class: 'capacity-text', x: size.width - size.right, y: y(lane.capacity_bytes) - 5, 'text-anchor': 'end'}, `the device has ${formatBytes(lane.capacity_bytes)}`));
+    chart.append(
+      svg('line', {
+        class: 'capacity',
+        x1: size.left,
+        x2: size.width - size.right,
+        y1: y(lane.capacity_bytes),
+        y2: y(lane.capacity_bytes),
+      }),
+      svg(
+        'text',
+        {class: 'capacity-text', x: size.width - size.right, y: y(lane.capacity_bytes) - 5, 'text-anchor': 'end'},
+        `the device has ${formatBytes(lane.capacity_bytes)}`,
+      ),
+    );
   }
-  chart.append(svg('circle', {cx: x(lane.peak_at), cy: y(lane.peak_bytes), r: 4.5, fill: 'var(--text)', stroke: 'var(--surface)', 'stroke-width': 1.5}),
-    svg('text', {x: x(lane.peak_at) + (lane.peak_at > end * 0.75 ? -9 : 9), y: y(lane.peak_bytes) - 8, class: 'halo', 'text-anchor': lane.peak_at > end * 0.75 ? 'end' : 'start', 'font-weight': 650}, `peak ${formatBytes(lane.peak_bytes)}`));
+  chart.append(
+    svg('circle', {
+      cx: x(lane.peak_at),
+      cy: y(lane.peak_bytes),
+      r: 4.5,
+      fill: 'var(--text)',
+      stroke: 'var(--surface)',
+      'stroke-width': 1.5,
+    }),
+    svg(
+      'text',
+      {
+        x: x(lane.peak_at) + (lane.peak_at > end * 0.75 ? -9 : 9),
+        y: y(lane.peak_bytes) - 8,
+        class: 'halo',
+        'text-anchor': lane.peak_at > end * 0.75 ? 'end' : 'start',
+        'font-weight': 650,
+      },
+      `peak ${formatBytes(lane.peak_bytes)}`,
+    ),
+  );
   memoryCursor(chart, lane, end, size, x);
-  return [el('figcaption', null, `Memory of ${lane.label} in a step`), chart, lane.peak_text && el('p', null, lane.peak_text)].filter(Boolean);
+  return [
+    el('figcaption', null, `Memory of ${lane.label} in a step`),
+    chart,
+    lane.peak_text && el('p', null, lane.peak_text),
+  ].filter(Boolean);
 }
 
 /** An area that keeps each value until the next time: memory is taken and given back at once. */
@@ -122,21 +213,50 @@ function memoryCursor(chart, lane, end, size, x) {
   chart.append(line);
   chart.addEventListener('pointermove', (event) => {
     const box = chart.getBoundingClientRect();
-    const time = (((event.clientX - box.left) / box.width) * size.width - size.left) / (size.width - size.left - size.right) * end;
+    const time =
+      ((((event.clientX - box.left) / box.width) * size.width - size.left) / (size.width - size.left - size.right)) *
+      end;
     const at = lane.seconds.findLastIndex((second) => second <= time);
-    if (at < 0 || time > end) { hideTip(); line.setAttribute('visibility', 'hidden'); return; }
+    if (at < 0 || time > end) {
+      hideTip();
+      line.setAttribute('visibility', 'hidden');
+      return;
+    }
     fill(line, {x1: x(time), x2: x(time), visibility: 'visible'}, []);
-    const kinds = memoryKinds(lane).filter(([, index]) => lane.stacks[index][at] > 0).reverse();
+    const kinds = memoryKinds(lane)
+      .filter(([, index]) => lane.stacks[index][at] > 0)
+      .reverse();
     const sum = lane.stacks.reduce((total, stack) => total + stack[at], 0);
-    showTip([`${formatBytes(sum)} at ${formatSeconds(time)}`, ...kinds.map(([kind, index]) => `${kind} ${formatBytes(lane.stacks[index][at])}`)].join('\n'), event.clientX, event.clientY);
+    showTip(
+      [
+        `${formatBytes(sum)} at ${formatSeconds(time)}`,
+        ...kinds.map(([kind, index]) => `${kind} ${formatBytes(lane.stacks[index][at])}`),
+      ].join('\n'),
+      event.clientX,
+      event.clientY,
+    );
   });
-  chart.addEventListener('pointerleave', () => { hideTip(); line.setAttribute('visibility', 'hidden'); });
+  chart.addEventListener('pointerleave', () => {
+    hideTip();
+    line.setAttribute('visibility', 'hidden');
+  });
 }
 
 function memoryTable(lanes) {
   const kinds = lanes[0].kinds;
-  return table('Bytes held at the peak', ['devices', 'peak', 'at', ...kinds, 'capacity'], lanes.map((lane) => {
-    const at = peakIndex(lane);
-    return [lane.label, formatBytes(lane.peak_bytes), formatSeconds(lane.peak_at), ...lane.stacks.map((stack) => formatBytes(stack[at])), formatBytes(lane.capacity_bytes)];
-  }), [1, 2, ...kinds.map((_, index) => index + 3), kinds.length + 3]);
+  return table(
+    'Bytes held at the peak',
+    ['devices', 'peak', 'at', ...kinds, 'capacity'],
+    lanes.map((lane) => {
+      const at = peakIndex(lane);
+      return [
+        lane.label,
+        formatBytes(lane.peak_bytes),
+        formatSeconds(lane.peak_at),
+        ...lane.stacks.map((stack) => formatBytes(stack[at])),
+        formatBytes(lane.capacity_bytes),
+      ];
+    }),
+    [1, 2, ...kinds.map((_, index) => index + 3), kinds.length + 3],
+  );
 }

@@ -1,13 +1,55 @@
 // The page: which sections there are, drawn one after another so that the first is on the screen at once.
 
 const SECTIONS = [
-  {id: 'summary', title: 'Summary', lead: 'What this plan does, how long a step takes, and how sure that is.', has: () => true, draw: drawSummary},
-  {id: 'graph', title: 'Placement graph', lead: 'The model as modules and ops. Colour, shape and number say which stage, and so which devices, compute what.', has: () => true, draw: drawPlacement},
-  {id: 'devices', title: 'Devices', lead: 'The cluster, what lies where, and how much every link carries.', has: (plan) => plan.devices, draw: drawDevices},
-  {id: 'timeline', title: 'Timeline', lead: 'One step from left to right. Ranks that do the same share a lane.', has: (plan) => plan.timeline && plan.timeline.lanes.length, draw: drawTimeline},
-  {id: 'memory', title: 'Memory', lead: 'What the devices hold over a step.', has: (plan) => plan.memory, draw: drawMemory},
-  {id: 'traffic', title: 'Traffic', lead: 'How many bytes go from where to where in a step.', has: (plan) => plan.traffic, draw: drawTraffic},
-  {id: 'what-if', title: 'What if', lead: 'The step time if one thing were otherwise.', has: (plan) => plan.what_if && plan.what_if.series.length, draw: drawWhatIf},
+  {
+    id: 'summary',
+    title: 'Summary',
+    lead: 'What this plan does, how long a step takes, and how sure that is.',
+    has: () => true,
+    draw: drawSummary,
+  },
+  {
+    id: 'graph',
+    title: 'Placement graph',
+    lead: 'The model as modules and ops. Colour, shape and number say which stage, and so which devices, compute what.',
+    has: () => true,
+    draw: drawPlacement,
+  },
+  {
+    id: 'devices',
+    title: 'Devices',
+    lead: 'The cluster, what lies where, and how much every link carries.',
+    has: (plan) => plan.devices,
+    draw: drawDevices,
+  },
+  {
+    id: 'timeline',
+    title: 'Timeline',
+    lead: 'One step from left to right. Ranks that do the same share a lane.',
+    has: (plan) => plan.timeline && plan.timeline.lanes.length,
+    draw: drawTimeline,
+  },
+  {
+    id: 'memory',
+    title: 'Memory',
+    lead: 'What the devices hold over a step.',
+    has: (plan) => plan.memory,
+    draw: drawMemory,
+  },
+  {
+    id: 'traffic',
+    title: 'Traffic',
+    lead: 'How many bytes go from where to where in a step.',
+    has: (plan) => plan.traffic,
+    draw: drawTraffic,
+  },
+  {
+    id: 'what-if',
+    title: 'What if',
+    lead: 'The step time if one thing were otherwise.',
+    has: (plan) => plan.what_if && plan.what_if.series.length,
+    draw: drawWhatIf,
+  },
 ];
 
 const shownTasks = new Map();
@@ -32,7 +74,9 @@ function planName(plan, index) {
 function drawSection(section) {
   const plans = report.plans;
   const parts = plans.map((plan, index) => {
-    const content = section.has(plan) ? section.draw(plan, twoPlans ? plans[1 - index] : null) : [el('p', {class: 'note'}, 'This plan has nothing to show here.')];
+    const content = section.has(plan)
+      ? section.draw(plan, twoPlans ? plans[1 - index] : null)
+      : [el('p', {class: 'note'}, 'This plan has nothing to show here.')];
     return el('div', null, twoPlans && planName(plan, index), ...content.filter(Boolean));
   });
   document.getElementById(section.id).append(el('div', {class: `columns${twoPlans ? ' two' : ''}`}, parts));
@@ -41,8 +85,18 @@ function drawSection(section) {
 
 function drawDifferences() {
   if (!twoPlans) return null;
-  return el('section', {class: 'part', id: 'differences', 'aria-labelledby': 'h-differences'}, el('h2', {id: 'h-differences'}, 'Differences'),
-    report.differences.length ? el('ul', null, report.differences.map((line) => el('li', null, line))) : el('p', null, 'The two plans do not differ.'));
+  return el(
+    'section',
+    {class: 'part', id: 'differences', 'aria-labelledby': 'h-differences'},
+    el('h2', {id: 'h-differences'}, 'Differences'),
+    report.differences.length
+      ? el(
+          'ul',
+          null,
+          report.differences.map((line) => el('li', null, line)),
+        )
+      : el('p', null, 'The two plans do not differ.'),
+  );
 }
 
 function startNav(sections) {
@@ -53,13 +107,16 @@ function startNav(sections) {
     links.set(id, link);
     nav.append(el('li', null, link));
   }
-  const watch = new IntersectionObserver((entries) => {
-    for (const entry of entries) {
-      if (!entry.isIntersecting) continue;
-      for (const link of links.values()) link.removeAttribute('aria-current');
-      links.get(entry.target.id).setAttribute('aria-current', 'true');
-    }
-  }, {rootMargin: '-20% 0px -75% 0px'});
+  const watch = new IntersectionObserver(
+    (entries) => {
+      for (const entry of entries) {
+        if (!entry.isIntersecting) continue;
+        for (const link of links.values()) link.removeAttribute('aria-current');
+        links.get(entry.target.id).setAttribute('aria-current', 'true');
+      }
+    },
+    {rootMargin: '-20% 0px -75% 0px'},
+  );
   for (const {id} of sections) watch.observe(document.getElementById(id));
 }
 
@@ -72,20 +129,36 @@ function start() {
   const filesRead = report.plans.map((plan) => plan.file).filter(Boolean);
   main.append(el('p', {class: 'lead'}, filesRead.map((file) => short(file, 200)).join(' and ')));
   for (const [index, section] of sections.entries()) {
-    main.append(el('section', {class: 'part', id: section.id, 'aria-labelledby': `h-${section.id}`},
-      el('h2', {id: `h-${section.id}`}, section.title), el('p', {class: 'lead'}, section.lead)));
+    main.append(
+      el(
+        'section',
+        {class: 'part', id: section.id, 'aria-labelledby': `h-${section.id}`},
+        el('h2', {id: `h-${section.id}`}, section.title),
+        el('p', {class: 'lead'}, section.lead),
+      ),
+    );
     if (index === 0 && twoPlans) main.append(drawDifferences());
   }
-  document.getElementById('footer').append(`Made with ${made.map((name) => short(name, 80)).join(' and ') || 'partitioner'}. Times are predicted unless they are called measured.`);
+  document
+    .getElementById('footer')
+    .append(
+      `Made with ${made.map((name) => short(name, 80)).join(' and ') || 'partitioner'}. ` +
+        'Times are predicted unless they are called measured.',
+    );
   startNav(twoPlans ? [sections[0], {id: 'differences', title: 'Differences'}, ...sections.slice(1)] : sections);
   const rest = [...sections];
   const drawNext = () => {
     const section = rest.shift();
-    if (!section) { document.documentElement.dataset.ready = 'yes'; return; }
+    if (!section) {
+      document.documentElement.dataset.ready = 'yes';
+      return;
+    }
     drawSection(section);
     setTimeout(drawNext);
   };
-  window.addEventListener('beforeprint', () => { while (rest.length) drawSection(rest.shift()); });
+  window.addEventListener('beforeprint', () => {
+    while (rest.length) drawSection(rest.shift());
+  });
   drawNext();
 }
 

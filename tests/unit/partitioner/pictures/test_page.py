@@ -25,6 +25,7 @@ class Elements(HTMLParser):
 
     def __init__(self, text: str) -> None:
         super().__init__()
+        self.inside = ""
         self.tags: list[tuple[str, dict[str, str | None]]] = []
         self.texts: dict[str, list[str]] = {"script": [], "style": [], "title": []}
         self.feed(text)
@@ -33,10 +34,14 @@ class Elements(HTMLParser):
         self.tags.append((tag, dict(attrs)))
         if tag in self.texts:
             self.texts[tag].append("")
+        self.inside = tag
 
     def handle_data(self, data: str) -> None:
-        if self.tags and self.tags[-1][0] in self.texts:
-            self.texts[self.tags[-1][0]][-1] += data
+        if self.inside in self.texts:
+            self.texts[self.inside][-1] += data
+
+    def handle_endtag(self, tag: str) -> None:
+        self.inside = ""
 
 
 def test_names_of_any_kind_come_back_as_they_were() -> None:
@@ -83,20 +88,30 @@ def test_the_policy_names_script_and_style_by_hash_and_forbids_the_rest() -> Non
 
 def test_nothing_is_loaded_from_elsewhere() -> None:
     found = Elements(render_page(two_reports()))
-    loading = [(tag, key) for tag, attributes in found.tags for key in attributes if key in ("src", "srcset", "data")]
+    loading = [
+        (tag, key) for tag, attributes in found.tags for key in attributes if key in ("src", "srcset", "data")
+    ]
     assert loading == []
     assert "link" not in [tag for tag, _ in found.tags]
-    assert not re.search(r"url\((?!#)|@import|fetch\(|XMLHttpRequest|innerHTML|sourceMappingURL", page_style() + page_script())
+    assert not re.search(
+        r"url\((?!#)|@import|fetch\(|XMLHttpRequest|innerHTML|sourceMappingURL", page_style() + page_script()
+    )
 
 
 def test_no_attribute_of_ours_is_refused_by_our_policy() -> None:
     found = Elements(render_page(made_report(2, 2, 4, 2)))
-    assert [tag for tag, attributes in found.tags if "style" in attributes or any(a.startswith("on") for a in attributes)] == []
+    assert [
+        tag
+        for tag, attributes in found.tags
+        if "style" in attributes or any(a.startswith("on") for a in attributes)
+    ] == []
 
 
 def test_the_layout_library_is_the_one_of_its_record() -> None:
     vendor = PAGE / "vendor"
-    recorded = dict(re.findall(r"\| `([\w.]+)` \|.*\| `([0-9a-f]{64})` \|", (vendor / "VENDORED.md").read_text("utf-8")))
+    recorded = dict(
+        re.findall(r"\| `([\w.]+)` \|.*\| `([0-9a-f]{64})` \|", (vendor / "VENDORED.md").read_text("utf-8"))
+    )
     assert list(recorded) == ["dagre.min.js"]
     for name, wanted in recorded.items():
         assert hashlib.sha256((vendor / name).read_bytes()).hexdigest() == wanted
