@@ -3,12 +3,13 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
+BROWSER_STAMP := $(VENV)/.installed-browser
 export OMP_NUM_THREADS ?= 1
 # Byte code is kept even where the environment says otherwise: the tests start hundreds of processes, and each would
 # compile our sources anew, a second of processor time.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: help setup demo test test-all lint verify-all odd-models architectures fuzz golden house faults bounds bench predict checkpoint docs wheel clean
+.PHONY: help setup demo test test-all browser lint verify-all odd-models architectures fuzz golden house faults bounds bench predict checkpoint docs wheel clean
 
 help:
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 14
@@ -29,6 +30,16 @@ test: setup  ## all tests, one case per idea, and a smoke subset of the verifica
 
 test-all: setup  ## all tests with all their cases; before an issue ends
 	$(BIN)/python -m pytest -m "" -n 2 --dist loadfile --no-loadscope-reorder
+
+browser: $(BROWSER_STAMP)  ## the report page in a real browser; installs Debian's Chromium and Playwright
+	$(BIN)/python -m pytest tests/browser
+
+# apt-get is run where Chromium is missing, and needs root then; elsewhere install Chromium or Chrome in another way.
+$(BROWSER_STAMP): $(STAMP)
+	command -v chromium >/dev/null || command -v google-chrome >/dev/null || (apt-get update -qq && \
+	  DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends chromium fonts-dejavu-core >/dev/null)
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[browser]'
+	touch $(BROWSER_STAMP)
 
 lint: setup  ## ruff, strict mypy, floors, rooms and texts
 	$(BIN)/ruff check .
