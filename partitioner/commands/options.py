@@ -37,6 +37,7 @@ def _whole(_: Any, tokens: Sequence[Any]) -> int:
 
 WholeNumber = Annotated[int, Parameter(converter=_whole)]
 JsonFlag = Annotated[bool, Parameter(name="--json", negative=(), show_default=False)]
+QuietFlag = Annotated[bool, Parameter(name="--quiet", negative=(), show_default=False)]
 Settings = Annotated[tuple[str, ...], Parameter(name="--set", negative=(), show_default=False)]
 
 Dims = Annotated[tuple[str, ...], Parameter(negative=(), show_default=False)]
@@ -283,6 +284,27 @@ def microbatch_count(text: str) -> int | str:
             "cannot read --microbatches", because=[f"{text!r} is neither auto nor a number from 1 up"]
         )
     return int(text)
+
+
+def rank_list(text: str | None, world_size: int) -> list[int] | None:
+    """Read ranks: "0,8-10" -> [0, 8, 9, 10]; "all"; None if nothing is said."""
+    if text is None:
+        return None
+    if text == "all":
+        return list(range(world_size))
+    found: list[int] = []
+    problems = []
+    for part in text.split(","):
+        match = re.fullmatch(r"([0-9]{1,7})(?:-([0-9]{1,7}))?", part)
+        first, last = (int(match[1]), int(match[2] or match[1])) if match else (0, -1)
+        if not match or last < first:
+            problems.append(f"{part!r} is no rank such as 3 and no run of them such as 0-7")
+        elif last >= world_size:
+            problems.append(f"there is no rank {last}: the plan has ranks 0 to {world_size - 1}")
+        else:
+            found += range(first, last + 1)
+    _refuse("--ranks", problems, "write --ranks 0,8 or --ranks 0-7 or --ranks all")
+    return list(dict.fromkeys(found))
 
 
 def check_output(path: Path | None) -> None:

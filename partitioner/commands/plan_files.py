@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
-import json as json_module
 from pathlib import Path
 
 from cost_models.errors import UsageError
-from partitioner.commands.options import JsonFlag, WholeNumber, check_output, emit, progress
+from partitioner.commands.options import (
+    JsonFlag,
+    QuietFlag,
+    WholeNumber,
+    check_output,
+    emit,
+    progress,
+    rank_list,
+)
 from partitioner.cost_graphs.plan import GraphPlan, is_graph_plan
 from partitioner.plan import Plan
-from runtime.simulate.timeline import chrome_trace, render
+from runtime.simulate.timeline import render
+from runtime.simulate.trace_events import chrome_trace, save_trace
 
 NARROWEST, WIDEST = 10, 10_000
 """The least and the most columns of a timeline."""
@@ -48,7 +56,14 @@ def diff(first: Path, second: Path, /, *, json: JsonFlag = False) -> int:
 
 
 def simulate(
-    plan: Path, /, *, width: WholeNumber = 80, trace: Path | None = None, json: JsonFlag = False
+    plan: Path,
+    /,
+    *,
+    width: WholeNumber = 80,
+    trace: Path | None = None,
+    ranks: str | None = None,
+    quiet: QuietFlag = False,
+    json: JsonFlag = False,
 ) -> int:
     """Rebuild a plan's programs, prove them again, simulate one step and draw its timeline.
 
@@ -59,7 +74,11 @@ def simulate(
     width
         Columns of the timeline.
     trace
-        Write the timeline as a Chrome trace (for Perfetto) to this file.
+        Write the timeline as a Chrome trace to this file, for https://ui.perfetto.dev; packed if it ends in .gz.
+    ranks
+        With --trace: the ranks to show, such as 0,8 or 0-7, or all; if not given, of equal ranks the first.
+    quiet
+        Say nothing on stderr but errors.
     json
         Print one JSON object.
     """
@@ -67,12 +86,17 @@ def simulate(
         raise UsageError(
             f"cannot draw a timeline {width} columns wide", [f"expected {NARROWEST} to {WIDEST:,}"]
         )
+    if ranks is not None and trace is None:
+        raise UsageError(
+            "cannot choose ranks", ["--ranks is for the trace, and none is written"], ["add --trace FILE"]
+        )
     check_output(trace)
     loaded = Plan.load(plan)
-    with progress("simulating"):
+    shown = rank_list(ranks, loaded.cluster.world_size)
+    with progress("simulating", quiet=quiet):
         simulation = loaded.simulate()
     if trace is not None:
-        trace.write_text(json_module.dumps(chrome_trace(simulation)))
+        save_trace(trace, chrome_trace(simulation, ranks=shown))
     data = {
         "step_seconds": simulation.step_seconds,
         "bubble_fraction": simulation.bubble_fraction,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import os
 import subprocess
@@ -91,6 +92,10 @@ def test_simulate_draws_and_traces(plan_file: Path, tmp_path: Path, capsys: Capt
     text = out(capsys, "simulate", plan_file, "--width", "40", "--trace", tmp_path / "trace.json")
     assert text.count("rank ") == 2
     assert json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    packed = tmp_path / "trace.json.gz"
+    out(capsys, "simulate", plan_file, "--trace", packed, "--ranks", "1", "--quiet")
+    events = json.loads(gzip.decompress(packed.read_bytes()))["traceEvents"]
+    assert {event["pid"] for event in events} == {1}
     data = json.loads(out(capsys, "simulate", plan_file, "--json"))
     assert data["step_seconds"] == pytest.approx(Plan.load(plan_file).prediction.step_seconds)
 
