@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 from cyclopts import Parameter
 
 from cost_models.errors import PartitionerError, UsageError
-from partitioner.report.text import printable
+from partitioner.report.terminal import coloured, terminal_width
+from partitioner.report.text import printable, text_within
 from passes.progress import is_watched, report_phase
 
 if TYPE_CHECKING:  # these import torch, which takes seconds
@@ -153,10 +154,15 @@ def _stdout_to_stderr() -> Iterator[None]:
         os.close(saved)
 
 
-def emit(text: str, data: Mapping[str, Any], as_json: bool) -> None:
-    """Print the result: one JSON object and nothing else with ``--json``, the text otherwise."""
+def emit(result: object, data: Mapping[str, Any], as_json: bool) -> None:
+    """Print the result: one JSON object and nothing else with ``--json``, else its text, as wide as the terminal."""
     try:
-        print(json.dumps(data, indent=1) if as_json else printable(text), flush=True)
+        if as_json:
+            print(json.dumps(data, indent=1), flush=True)
+        else:
+            with text_within(terminal_width()):
+                text = str(result)
+            print(coloured(printable(text)), flush=True)
     except BrokenPipeError:
         raise
     except OSError as error:

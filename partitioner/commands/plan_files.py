@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 
 from cost_models.errors import UsageError
@@ -16,6 +17,8 @@ from partitioner.commands.options import (
 )
 from partitioner.cost_graphs.plan import GraphPlan, is_graph_plan
 from partitioner.plan import Plan
+from partitioner.report.timeline import step_picture
+from runtime.simulate.simulate import Simulation
 from runtime.simulate.timeline import render
 from runtime.simulate.trace_events import chrome_trace, save_trace
 
@@ -23,19 +26,36 @@ NARROWEST, WIDEST = 10, 10_000
 """The least and the most columns of a timeline."""
 
 
-def show(plan: Path, /, *, json: JsonFlag = False) -> int:
-    """Print a plan.
+def show(plan: Path, /, *, quiet: QuietFlag = False, json: JsonFlag = False) -> int:
+    """Print a plan and its step as a timeline, as wide as the terminal (80 columns where there is none).
 
     Parameters
     ----------
     plan
         The plan file.
+    quiet
+        Say nothing on stderr but errors.
     json
         Print one JSON object: the plan.
     """
     loaded = GraphPlan.load(plan) if is_graph_plan(plan) else Plan.load(plan)
-    emit(str(loaded), loaded.to_dict(), json)
+    shown: object = loaded
+    if isinstance(loaded, Plan) and not json:
+        with progress("simulating", quiet=quiet):
+            shown = _Shown(loaded, loaded.simulate())
+    emit(shown, loaded.to_dict(), json)
     return 0
+
+
+@dataclass(frozen=True)
+class _Shown:
+    """A plan's text and the timeline of its step."""
+
+    plan: Plan
+    step: Simulation
+
+    def __str__(self) -> str:
+        return f"{self.plan}\n\n{step_picture(self.step)}"
 
 
 def diff(first: Path, second: Path, /, *, json: JsonFlag = False) -> int:
