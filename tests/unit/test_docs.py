@@ -38,7 +38,7 @@ def checkout() -> House:
 
 def test_generated_files_are_current() -> None:
     changed = [path.name for path, text in files().items() if path.read_text() != text]
-    assert changed == [], "run `make docs`"
+    assert changed == [], "run `make generated`"
 
 
 def test_every_room_has_a_purpose() -> None:
