@@ -35,10 +35,10 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 def ran(page: Path, folder: Path, slow: bool, update: bool) -> list[str]:
     """Run a page; return every difference."""
-    run = Run(folder)
-    run.all_of(page.read_text(), slow)
+    run, text = Run(folder), page.read_text()
+    run.all_of(text, slow)
     if update:
-        page.write_text(with_outputs(page.read_text(), run.outputs))
+        page.write_text(with_outputs(text, run.outputs))
         return []
     found = [(block.line, difference(block.text, printed)) for block, printed in run.outputs]
     return [f"{page.name}, line {line}: {text}" for line, text in found if text]
