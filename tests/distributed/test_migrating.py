@@ -22,7 +22,7 @@ from runtime.ranks.launch import WorkerPool
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "migrating.md").read_text()
-BLOCKS = dict(re.findall(r"(?s)```python ([\w-]+)\n(.*?)```", PAGE))
+BLOCKS = dict(re.findall(r'(?s)```python title="([\w-]+)"\n(.*?)```', PAGE))
 SECONDS = 180
 STEPS = 6
 

@@ -29,7 +29,8 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     before = set(sys.modules)
     yield tmp_path
     for name in set(sys.modules) - before:
-        if getattr(sys.modules[name], "__file__", None) and os.fspath(tmp_path) in str(sys.modules[name].__file__):
+        file = getattr(sys.modules[name], "__file__", None)
+        if file and os.fspath(tmp_path) in file:
             del sys.modules[name]
 
 

@@ -90,7 +90,9 @@ def unmarked(page: str) -> list[str]:
     found = []
     for block in blocks_of(page):
         known = block.language in ("python", "sh") or (block.title and block.language in FILES)
-        drawing = not block.language and not re.search(r"(?m)^(\$|partitioner|torchrun|import|from) ", block.text)
+        drawing = not block.language and not re.search(
+            r"(?m)^(\$|partitioner|torchrun|import|from) ", block.text
+        )
         if not (known or drawing or block.is_output or block.marker):
             found.append(f"{block.line}: {block.language}")
     return found
