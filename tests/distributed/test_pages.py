@@ -40,8 +40,11 @@ def ran(page: Path, folder: Path, slow: bool, update: bool) -> list[str]:
     run.all_of(text, slow)
     if update:
         page.write_text(with_outputs(text, run.outputs))
-        return []
-    found = [(block.line, difference(block.text, printed)) for block, printed in run.outputs]
+    found = [
+        (block.line, difference(block.text, printed))
+        for block, printed in run.outputs
+        if not update or block.is_shortened
+    ]
     return [f"{page.name}, line {line}: {text}" for line, text in found if text]
 
 

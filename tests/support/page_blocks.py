@@ -60,6 +60,11 @@ class Block:
     """True if nothing but blank lines are between it and the block before it."""
 
     @property
+    def is_shortened(self) -> bool:
+        """Tell whether it is an output of which lines are left out."""
+        return "…" in self.text.splitlines()
+
+    @property
     def is_output(self) -> bool:
         """Tell whether it is what the block before it prints."""
         return self.language == "text" and self.follows
@@ -215,8 +220,8 @@ def loose(line: str) -> str:
 
 
 def with_outputs(page: str, outputs: list[tuple[Block, str]]) -> str:
-    """Return the page with outputs as they were printed; those that are shortened by ``…`` are left to people."""
+    """Return the page with outputs as they were printed; those that are shortened are left to people."""
     for block, printed in sorted(outputs, key=lambda output: -output[0].start):
-        if "…" not in block.text:
+        if not block.is_shortened:
             page = page[: block.start] + printed + page[block.start + len(block.text) :]
     return page
