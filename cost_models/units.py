@@ -212,3 +212,14 @@ def _exact(
         if 1 <= number < 10000 and len(text) <= 20 and parse(text) == value:
             return text
     return value
+
+
+def runs(numbers: Iterable[int]) -> str:
+    """Write numbers as runs: [0, 1, 2, 5] -> "0-2,5"."""
+    found: list[tuple[int, int]] = []
+    for number in sorted(set(numbers)):
+        if found and number == found[-1][1] + 1:
+            found[-1] = (found[-1][0], number)
+        else:
+            found.append((number, number))
+    return ",".join(f"{first}-{last}" if last > first else str(first) for first, last in found)

@@ -42,5 +42,5 @@ def explain(
             graph = graph_of(loaded, workload, f"explain {name}", dims)
     with progress(f"explaining {name}"):
         found = explain_plan(loaded, name, graph, {})
-    emit(str(found), found.to_dict(), json)
+    emit(found, found.to_dict(), json)
     return 0

@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 from cyclopts import Parameter
 
 from cost_models.errors import PartitionerError, UsageError
-from partitioner.report.text import printable
+from partitioner.report.terminal import coloured, terminal_width
+from partitioner.report.text import printable, text_within
 from passes.progress import is_watched, report_phase
 
 if TYPE_CHECKING:  # these import torch, which takes seconds
@@ -37,6 +38,7 @@ def _whole(_: Any, tokens: Sequence[Any]) -> int:
 
 WholeNumber = Annotated[int, Parameter(converter=_whole)]
 JsonFlag = Annotated[bool, Parameter(name="--json", negative=(), show_default=False)]
+QuietFlag = Annotated[bool, Parameter(name="--quiet", negative=(), show_default=False)]
 Settings = Annotated[tuple[str, ...], Parameter(name="--set", negative=(), show_default=False)]
 
 Dims = Annotated[tuple[str, ...], Parameter(negative=(), show_default=False)]
@@ -152,10 +154,15 @@ def _stdout_to_stderr() -> Iterator[None]:
         os.close(saved)
 
 
-def emit(text: str, data: Mapping[str, Any], as_json: bool) -> None:
-    """Print the result: one JSON object and nothing else with ``--json``, the text otherwise."""
+def emit(result: object, data: Mapping[str, Any], as_json: bool) -> None:
+    """Print the result: one JSON object and nothing else with ``--json``, else its text, as wide as the terminal."""
     try:
-        print(json.dumps(data, indent=1) if as_json else printable(text), flush=True)
+        if as_json:
+            print(json.dumps(data, indent=1), flush=True)
+        else:
+            with text_within(terminal_width()):
+                text = str(result)
+            print(coloured(printable(text)), flush=True)
     except BrokenPipeError:
         raise
     except OSError as error:
@@ -283,6 +290,27 @@ def microbatch_count(text: str) -> int | str:
             "cannot read --microbatches", because=[f"{text!r} is neither auto nor a number from 1 up"]
         )
     return int(text)
+
+
+def rank_list(text: str | None, world_size: int) -> list[int] | None:
+    """Read ranks: "0,8-10" -> [0, 8, 9, 10]; "all"; None if nothing is said."""
+    if text is None:
+        return None
+    if text == "all":
+        return list(range(world_size))
+    found: list[int] = []
+    problems = []
+    for part in text.split(","):
+        match = re.fullmatch(r"([0-9]{1,7})(?:-([0-9]{1,7}))?", part)
+        first, last = (int(match[1]), int(match[2] or match[1])) if match else (0, -1)
+        if not match or last < first:
+            problems.append(f"{part!r} is no rank such as 3 and no run of them such as 0-7")
+        elif last >= world_size:
+            problems.append(f"there is no rank {last}: the plan has ranks 0 to {world_size - 1}")
+        else:
+            found += range(first, last + 1)
+    _refuse("--ranks", problems, "write --ranks 0,8 or --ranks 0-7 or --ranks all")
+    return list(dict.fromkeys(found))
 
 
 def check_output(path: Path | None) -> None:

@@ -140,7 +140,7 @@ def plan(
             made.save(output)
         if timings:
             print(pass_table(times), file=sys.stderr)
-        emit(str(made), made.to_dict(), json)
+        emit(made, made.to_dict(), json)
     status = made.certificate.solver_status
     if status not in ("time limit", "interrupted"):
         return 0

@@ -2,32 +2,60 @@
 
 from __future__ import annotations
 
-import json as json_module
+from dataclasses import dataclass
 from pathlib import Path
 
 from cost_models.errors import UsageError
-from partitioner.commands.options import JsonFlag, WholeNumber, check_output, emit, progress
+from partitioner.commands.options import (
+    JsonFlag,
+    QuietFlag,
+    WholeNumber,
+    check_output,
+    emit,
+    progress,
+    rank_list,
+)
 from partitioner.cost_graphs.plan import GraphPlan, is_graph_plan
 from partitioner.plan import Plan
-from runtime.simulate.timeline import chrome_trace, render
+from partitioner.report.timeline import step_picture
+from runtime.simulate.simulate import Simulation
+from runtime.simulate.timeline import render
+from runtime.simulate.trace_events import chrome_trace, save_trace
 
 NARROWEST, WIDEST = 10, 10_000
 """The least and the most columns of a timeline."""
 
 
-def show(plan: Path, /, *, json: JsonFlag = False) -> int:
-    """Print a plan.
+def show(plan: Path, /, *, quiet: QuietFlag = False, json: JsonFlag = False) -> int:
+    """Print a plan and its step as a timeline, as wide as the terminal (80 columns where there is none).
 
     Parameters
     ----------
     plan
         The plan file.
+    quiet
+        Say nothing on stderr but errors.
     json
         Print one JSON object: the plan.
     """
     loaded = GraphPlan.load(plan) if is_graph_plan(plan) else Plan.load(plan)
-    emit(str(loaded), loaded.to_dict(), json)
+    shown: object = loaded
+    if isinstance(loaded, Plan) and not json:
+        with progress("simulating", quiet=quiet):
+            shown = _Shown(loaded, loaded.simulate())
+    emit(shown, loaded.to_dict(), json)
     return 0
+
+
+@dataclass(frozen=True)
+class _Shown:
+    """A plan's text and the timeline of its step."""
+
+    plan: Plan
+    step: Simulation
+
+    def __str__(self) -> str:
+        return f"{self.plan}\n\n{step_picture(self.step)}"
 
 
 def diff(first: Path, second: Path, /, *, json: JsonFlag = False) -> int:
@@ -48,7 +76,14 @@ def diff(first: Path, second: Path, /, *, json: JsonFlag = False) -> int:
 
 
 def simulate(
-    plan: Path, /, *, width: WholeNumber = 80, trace: Path | None = None, json: JsonFlag = False
+    plan: Path,
+    /,
+    *,
+    width: WholeNumber = 80,
+    trace: Path | None = None,
+    ranks: str | None = None,
+    quiet: QuietFlag = False,
+    json: JsonFlag = False,
 ) -> int:
     """Rebuild a plan's programs, prove them again, simulate one step and draw its timeline.
 
@@ -59,7 +94,11 @@ def simulate(
     width
         Columns of the timeline.
     trace
-        Write the timeline as a Chrome trace (for Perfetto) to this file.
+        Write the timeline as a Chrome trace to this file, for https://ui.perfetto.dev; packed if it ends in .gz.
+    ranks
+        With --trace: the ranks to show, such as 0,8 or 0-7, or all; if not given, of equal ranks the first.
+    quiet
+        Say nothing on stderr but errors.
     json
         Print one JSON object.
     """
@@ -67,12 +106,17 @@ def simulate(
         raise UsageError(
             f"cannot draw a timeline {width} columns wide", [f"expected {NARROWEST} to {WIDEST:,}"]
         )
+    if ranks is not None and trace is None:
+        raise UsageError(
+            "cannot choose ranks", ["--ranks is for the trace, and none is written"], ["add --trace FILE"]
+        )
     check_output(trace)
     loaded = Plan.load(plan)
-    with progress("simulating"):
+    shown = rank_list(ranks, loaded.cluster.world_size)
+    with progress("simulating", quiet=quiet):
         simulation = loaded.simulate()
     if trace is not None:
-        trace.write_text(json_module.dumps(chrome_trace(simulation)))
+        save_trace(trace, chrome_trace(simulation, ranks=shown))
     data = {
         "step_seconds": simulation.step_seconds,
         "bubble_fraction": simulation.bubble_fraction,

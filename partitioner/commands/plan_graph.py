@@ -96,7 +96,7 @@ def plan(
             made = plan_graph(read, contiguous=contiguous, objective=objective, time_limit_seconds=time_limit)
     if output is not None:
         made.save(output)
-    emit(str(made), made.to_dict(), json)
+    emit(made, made.to_dict(), json)
     if made.certificate.solver_status != "time limit" or not math.isfinite(time_limit):
         return 0
     return report(

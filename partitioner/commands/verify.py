@@ -60,5 +60,5 @@ def verify(
             if train
             else verify_plan(loaded, workload, **options)
         )
-    emit(str(report), report.to_dict(), json)
+    emit(report, report.to_dict(), json)
     return 0 if report.passed else 7

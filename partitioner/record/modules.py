@@ -9,6 +9,8 @@ import re
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 
+from cost_models.units import runs
+
 MOST_BLOCKS = 100_000
 FEW = 2
 """The most pieces of a split block that are named one by one; more become "block (part)"."""
@@ -72,17 +74,6 @@ def compress(names: Iterable[str]) -> list[str]:
             numbers[key] = [int(match[2])]
         order.append(key)
     return [f"{key}{runs(numbers[key])}" if key in numbers else key for key in order]
-
-
-def runs(numbers: Sequence[int]) -> str:
-    """Write numbers as runs: [0, 1, 2, 5] -> "0-2,5"."""
-    runs: list[tuple[int, int]] = []
-    for number in sorted(set(numbers)):
-        if runs and number == runs[-1][1] + 1:
-            runs[-1] = (runs[-1][0], number)
-        else:
-            runs.append((number, number))
-    return ",".join(f"{first}-{last}" if last > first else str(first) for first, last in runs)
 
 
 def range_of(names: Sequence[str]) -> str:

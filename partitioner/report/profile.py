@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import json
 import statistics
 from collections.abc import Callable
 from dataclasses import astuple, dataclass
 from pathlib import Path
 
 from cost_models.units import counted, format_bytes, format_seconds, percent
-from partitioner.record.file import write_text
 from partitioner.report.text import columns, labelled, printable, rate_text
 from runtime.measure.measured_step import RankTimes
 from runtime.program.program import Backward, BackwardInput, BackwardWeight, Compute, Forward
 from runtime.simulate.simulate import Simulation
-from runtime.simulate.timeline import chrome_trace, render
+from runtime.simulate.timeline import render
+from runtime.simulate.trace_events import chrome_trace, save_trace
 
 _KINDS: tuple[tuple[str, type[Compute]], ...] = (
     ("forward", Forward),
@@ -69,11 +68,11 @@ class Profile:
         return "\n".join(pictures)
 
     def save(self, path: str | Path) -> None:
-        """Write both timelines as a Chrome trace: processes "rank N measured" and "rank N predicted"."""
-        measured = chrome_trace(self.measured, "measured")
-        predicted = chrome_trace(self.predicted, "predicted", first=len(self.times))
-        events = [*measured["traceEvents"], *predicted["traceEvents"]]
-        write_text(Path(path), json.dumps({**measured, "traceEvents": events}))
+        """Write both timelines as a Chrome trace, packed if it ends in .gz: "rank N measured" and "rank N predicted"."""
+        ranks = range(len(self.times))
+        measured = chrome_trace(self.measured, "measured", ranks=ranks)
+        predicted = chrome_trace(self.predicted, "predicted", first=len(ranks), ranks=ranks)
+        save_trace(path, {**measured, "traceEvents": [*measured["traceEvents"], *predicted["traceEvents"]]})
 
     def mean_seconds(self, kind: type[Compute], segment: int) -> tuple[float, float]:
         """Return (measured, predicted): means over the micro-batches of one segment's computes of this kind."""

@@ -11,8 +11,8 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from cost_models.conversion import AxisLinks, Kind, group_links
-from cost_models.units import counted, format_bytes, format_seconds, percent
-from partitioner.record.modules import common_parent, runs, shorten
+from cost_models.units import counted, format_bytes, format_seconds, percent, runs
+from partitioner.record.modules import common_parent, shorten
 from partitioner.report.text import columns, labelled
 from passes.lower.step import sum_bytes
 from runtime.mesh.ranks_along import JOINT, all_ranks_along

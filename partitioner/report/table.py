@@ -1,18 +1,19 @@
 """The plan as a person reads it: what was chosen, stage by stage, what was proved, compared and left out.
 
-Everything fits into WIDTH columns; the full texts of the certificate and the proof are in the JSON.
+Everything fits into the width of ``text_within``; the full texts of the certificate and the proof are in the JSON.
 """
 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from cost_models.precision import NAMES, WORDS, ParameterPrecision
 from cost_models.units import counted, format_bytes, format_seconds, percent
 from partitioner.record.modules import common_parent, compress, shorten
 from partitioner.report.sharding import communication_share, mesh_text, ranks_text, sharding_sections
-from partitioner.report.text import WIDTH, columns, labelled, printable, rate_text
+from partitioner.report.text import columns, labelled, printable, rate_text, text_width
 from passes.search.words import BY_HAND, STRATEGY_WORDS
 from passes.split.values import block_name
 
@@ -24,9 +25,8 @@ MAX_ROWS = 16
 """The most rows of stages; plans with more show the first and last half of this many."""
 PROVED = 5e-5
 """The gap below which a bound is reached: less is rounding."""
-NARROWEST = 16
-"""The least characters of the column of modules."""
-
+MODULES_BESIDE = 24
+"""The least characters of a column of modules; with fewer they stand below the stages."""
 
 MOST_BLOCKS = 4
 """The most kinds of blocks that are listed."""
@@ -185,28 +185,35 @@ def microbatch_text(batch_size: int, microbatches: int) -> str:
 
 
 def _stage_table(plan: PlanData) -> str:
+    """Write a row per stage; its modules stand in a line below it where there is no room for a column."""
     parent = common_parent([stage.modules for stage in plan.stages])
-    header = ["stage", "rank", *_device_header(plan), "modules", "parameters", "forward", "backward"]
+    header = ["stage", "rank", *_device_header(plan), "parameters", "forward", "backward"]
     header += ["in flight", "peak memory", "used"]
+    place = header.index("parameters")
     shown = _shown(len(plan.stages))
     rows = [_stage_row(plan, index) for index in shown]
-    place = header.index("modules")
     names = [[name.removeprefix(parent) for name in plan.stages[index].modules] for index in shown]
-    other = sum(
-        max(len(header[c]), *(len(row[c]) for row in rows)) + 2 for c in range(len(header)) if c != place
-    )
-    room = max(NARROWEST, WIDTH - other)
-    for row, modules in zip(rows, names, strict=True):
-        row[place] = shorten(modules, room) or "-"
-        if len(row[place]) > room:
-            row[place] = f"{row[place][: room - 1]}…"
-    header[place] = f"modules of {parent[:-1]}" if parent and len(parent) + 10 < room else "modules"
     hidden = len(plan.stages) - len(shown)
+    others = sum(max(len(header[c]), *(len(row[c]) for row in rows)) + 2 for c in range(len(header)))
+    indent = max(len(header[0]), len(str(shown[-1]))) + 2
+    beside = text_width() - others >= MODULES_BESIDE
+    room = text_width() - (others if beside else indent)
+    modules = [_listed(stage, room) for stage in names]
     if hidden:
-        gap = [""] * len(header)
-        gap[0], gap[place] = "…", f"({counted(hidden, 'more stage')})"
-        rows.insert(len(shown) // 2, gap)
-    return columns(header, rows, left=("device", "node", header[place]))
+        rows.insert(len(shown) // 2, ["…", *[""] * (len(header) - 1)])
+        modules.insert(len(shown) // 2, f"({counted(hidden, 'more stage')})")
+    heading = f"modules of {parent[:-1]}" if parent and len(parent) + 10 < room else "modules"
+    left = ("device", "node")
+    if not beside:
+        return columns(header, rows, left, under=(heading, *modules))
+    for row, text in zip((header, *rows), (heading, *modules), strict=True):
+        row.insert(place, text)
+    return columns(header, rows, (*left, heading))
+
+
+def _listed(modules: Sequence[str], room: int) -> str:
+    text = shorten(modules, room) or "-"
+    return text if len(text) <= room else f"{text[: room - 1]}…"
 
 
 def _shown(stages: int) -> list[int]:
@@ -235,7 +242,6 @@ def _stage_row(plan: PlanData, index: int) -> list[str]:
         str(index),
         ranks_text(stage.devices),
         *(columns_of[name] for name in _device_header(plan)),
-        "",
         format_bytes(stage.parameter_bytes),
         format_seconds(stage.forward_seconds),
         format_seconds(stage.backward_seconds),

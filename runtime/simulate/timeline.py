@@ -1,7 +1,8 @@
-"""A simulated step (or a measured one) as pictures: an ASCII timeline, and a trace for Perfetto.
+"""A simulated step (or a measured one) as an ASCII timeline.
 
     step 11.000 s · bubble 27.3% · one column 0.110 s
-    rank 0  F0-F1-F2-............B0----F3-B1----…   busy 73%  peak 1.2 GiB
+    rank 0     F0-F1-F2-............B0----F3-B1----…   busy 73%  peak 1.2 GiB
+    ranks 1-3  ...F0-F1-......B0----F3-B1----......…   busy 73%  peak 1.2 GiB
 
 Each compute is its action (F forward, B backward, I input half, W weight half) and micro-batch, filled with ``-`` as
 long as it runs; ``.`` is idle, ``+`` a reduction of tied gradients, ``S`` the optimizer. Where a rank runs several
@@ -10,48 +11,64 @@ segments, the segment comes first (``2F0``) if there is room.
 
 from __future__ import annotations
 
-from typing import Any
-
+from cost_models.units import runs
 from runtime.program.program import (
-    Backward,
-    BackwardInput,
-    BackwardWeight,
     Compute,
-    Forward,
     Instruction,
     OptimizerStep,
-    ReduceGradients,
 )
 from runtime.simulate.simulate import Simulation, Span
 
-_CATEGORY: dict[type, str] = {
-    Forward: "forward",
-    Backward: "backward",
-    BackwardInput: "backward input",
-    BackwardWeight: "backward weight",
-    ReduceGradients: "reduce gradients",
-    OptimizerStep: "optimizer",
-}
-_MICRO = 1e6
-"""Microseconds in a second; trace files count in them."""
+FEWEST_COLUMNS = 10
+"""The least columns of a row that say anything."""
+LONGEST_LIST = 20
+"""Ranks that read longer than this are counted."""
 
 
-def render(simulation: Simulation, width: int = 100) -> str:
-    """Draw one row of ``width`` columns per rank, time from left to right; ranks that do nothing are left out."""
+def render(simulation: Simulation, width: int = 100, most_rows: int | None = None) -> str:
+    """Draw one row of ``width`` columns per rank, time from left to right; ranks that look alike share one.
+
+    Ranks that do nothing are left out; of more than ``most_rows`` the first and last are shown.
+    """
     step = simulation.step_seconds
     if step <= 0.0:
         return "the step takes no time"
-    lines = [
-        f"step {_seconds(step)} · bubble {simulation.bubble_fraction:.1%} · one column {_seconds(step / width)}"
-    ]
-    ranks = [rank for rank, spans in enumerate(simulation.timeline) if spans]
-    margin = len(f"rank {max(ranks, default=0)}")
-    for rank in ranks:
-        row = _row(simulation.timeline[rank], width / step, width)
-        busy = simulation.busy_seconds[rank] / step
-        peak = f"  peak {_bytes(simulation.peak_bytes[rank])}" if simulation.memory else ""
-        lines.append(f"{f'rank {rank}':<{margin}}  {row}  busy {busy:4.0%}{peak}")
+    alike: dict[tuple[str, str], list[int]] = {}
+    for rank, spans in enumerate(simulation.timeline):
+        if spans:
+            busy = f"busy {simulation.busy_seconds[rank] / step:4.0%}"
+            peak = f"  peak {_bytes(simulation.peak_bytes[rank])}" if simulation.memory else ""
+            alike.setdefault((_row(spans, width / step, width), f"{busy}{peak}"), []).append(rank)
+    rows = [(_ranks(ranks), row, told) for (row, told), ranks in alike.items()]
+    if most_rows is not None and len(rows) > most_rows:
+        half = most_rows // 2
+        rows[half:-half] = [("…", f"({len(rows) - 2 * half} more rows)", "")]
+    margin = max((len(ranks) for ranks, _, _ in rows), default=0)
+    heading = f"step {_seconds(step)} · bubble {simulation.bubble_fraction:.1%}"
+    lines = [f"{heading} · one column {_seconds(step / width)}"]
+    lines += [f"{ranks:<{margin}}  {row}  {told}".rstrip() for ranks, row, told in rows]
     return "\n".join(lines)
+
+
+def render_within(simulation: Simulation, width: int, most_rows: int | None = None) -> str:
+    """Draw rows that take ``width`` characters together with what stands beside them."""
+    columns = width
+    for _ in range(3):  # ranks share rows by how they look, so what stands beside them depends on the columns
+        text = render(simulation, columns, most_rows)
+        over = max(map(len, text.splitlines()[1:]), default=0) - width
+        if over <= 0 or columns == FEWEST_COLUMNS:
+            break
+        columns = max(FEWEST_COLUMNS, columns - over)
+    return text
+
+
+def _ranks(ranks: list[int]) -> str:
+    if len(ranks) == 1:
+        return f"rank {ranks[0]}"
+    listed = runs(ranks)
+    if len(listed) > LONGEST_LIST:
+        return f"{len(ranks)} ranks in {ranks[0]}-{ranks[-1]}"
+    return f"ranks {listed}"
 
 
 def _row(spans: tuple[Span, ...], columns_per_second: float, width: int) -> str:
@@ -90,53 +107,3 @@ def _bytes(size: float) -> str:
             return f"{size:.0f} B" if unit == "B" else f"{size:.1f} {unit}"
         size /= 1024
     return f"{size:.1f} TiB"
-
-
-def chrome_trace(simulation: Simulation, label: str = "", first: int = 0) -> dict[str, Any]:
-    """Return the step in the trace event format, for https://ui.perfetto.dev or chrome://tracing (JSON).
-
-    Each rank is a process with its computes, its outgoing transfers (asynchronous slices) and, where known, its memory.
-    Steps can be laid over each other: ``label`` tells their processes apart, which are numbered from ``first``.
-    """
-    events: list[dict[str, Any]] = []
-    for rank, spans in enumerate(simulation.timeline):
-        process, name = first + rank, f"rank {rank} {label}".rstrip()
-        events.append({"name": "process_name", "ph": "M", "pid": process, "args": {"name": name}})
-        for thread, name in enumerate(("instructions", "sends")):
-            events.append(
-                {"name": "thread_name", "ph": "M", "pid": process, "tid": thread, "args": {"name": name}}
-            )
-        events += [_slice(span, process) for span in spans]
-        events += [
-            {"name": "memory", "ph": "C", "pid": process, "ts": at * _MICRO, "args": {"bytes": held}}
-            for curve in simulation.memory[rank : rank + 1]
-            for at, held in zip(curve.seconds.tolist(), curve.bytes_held.tolist(), strict=True)
-        ]
-    for number, transfer in enumerate(simulation.transfers):
-        message, start, end = transfer.message, transfer.start_seconds * _MICRO, transfer.end_seconds * _MICRO
-        process = first + message.source
-        arrow = {"name": message.label, "cat": "transfer", "id": f"{label}{number}" if label else number}
-        events += [
-            {
-                **arrow,
-                "ph": "b",
-                "pid": process,
-                "tid": 1,
-                "ts": start,
-                "args": {"bytes": transfer.size_bytes, "to": message.target},
-            },
-            {**arrow, "ph": "e", "pid": process, "tid": 1, "ts": end},
-        ]
-    return {"traceEvents": events, "displayTimeUnit": "ms"}
-
-
-def _slice(span: Span, process: int) -> dict[str, Any]:
-    return {
-        "name": span.text,
-        "cat": _CATEGORY[type(span.instruction)],
-        "ph": "X",
-        "pid": process,
-        "tid": 0,
-        "ts": span.start_seconds * _MICRO,
-        "dur": (span.end_seconds - span.start_seconds) * _MICRO,
-    }

@@ -314,6 +314,12 @@ PLANS: list[Case] = [
     ("diff PLAN", 2, ("cannot read the command line", "SECOND requires an argument")),
     ("simulate PLAN --width 0", 2, ("cannot draw a timeline 0 columns wide", "expected 10 to 10,000")),
     ("simulate PLAN --trace nowhere/t.json", 2, ("cannot write nowhere/t.json",)),
+    ("simulate PLAN --ranks 0", 2, ("--ranks is for the trace", "add --trace FILE")),
+    (
+        "simulate PLAN --trace t.json --ranks 0,9,3-1,x",
+        2,
+        ("there is no rank 9", "'3-1' is no rank", "'x' is no rank"),
+    ),
     ("graph PLAN --plan PLAN", 2, ("cannot draw the plan", "these are for drawing a model")),
     ("graph NET --format svg", 2, ("cannot read the command line", '"dot", "json"')),
     ("graph NET --plan missing.json", 2, ("error[plan]: cannot read the plan missing.json",)),

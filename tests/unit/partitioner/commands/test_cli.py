@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import os
 import subprocess
@@ -16,6 +17,7 @@ from partitioner import Plan, Precision
 from partitioner.cli import COMMANDS, run_command
 from partitioner.commands import options
 from partitioner.commands.options import progress
+from partitioner.report.timeline import step_picture
 from tests.support import bad_workloads
 
 NET = f"{Path(bad_workloads.__file__)}:net"
@@ -55,14 +57,25 @@ def test_what_is_printed_as_json_is_what_is_saved(plan_file: Path, tmp_path: Pat
     printed = json.loads(out(capsys, "plan", NET, *GOOD, "--json", "--output", file))
     assert printed == json.loads(file.read_text())
     assert json.loads(out(capsys, "show", plan_file, "--json")) == json.loads(plan_file.read_text())
-    assert out(capsys, "show", plan_file) == f"{Plan.load(plan_file)}\n"
+
+
+def test_a_plan_is_shown_with_its_step(
+    plan_file: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan = Plan.load(plan_file)
+    assert out(capsys, "show", plan_file) == f"{plan}\n\n{step_picture(plan.simulate())}\n"
+    monkeypatch.setenv("COLUMNS", "60")
+    narrow = out(capsys, "show", plan_file)
+    assert max(map(len, narrow.splitlines())) <= 60
+    assert "\x1b" not in narrow
 
 
 def test_the_precision_is_a_list_of_words(plan_file: Path, tmp_path: Path, capsys: Capture) -> None:
     file = tmp_path / "mixed.json"
     text = out(capsys, "plan", NET, *GOOD, "--precision", "compute=bf16,master=fp32", "-o", file)
     assert (
-        "precision   bfloat16 compute, float32 gradients, float32 updates (the model is in float32)" in text
+        "precision   bfloat16 compute, float32 gradients, float32 updates (the model is\n            in float32)"
+        in text
     )
     assert Plan.load(file).precision == Precision(compute=torch.bfloat16, master=torch.float32)
     assert "precision: the model's own -> compute=bfloat16, master=float32" in out(
@@ -91,6 +104,10 @@ def test_simulate_draws_and_traces(plan_file: Path, tmp_path: Path, capsys: Capt
     text = out(capsys, "simulate", plan_file, "--width", "40", "--trace", tmp_path / "trace.json")
     assert text.count("rank ") == 2
     assert json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    packed = tmp_path / "trace.json.gz"
+    out(capsys, "simulate", plan_file, "--trace", packed, "--ranks", "1", "--quiet")
+    events = json.loads(gzip.decompress(packed.read_bytes()))["traceEvents"]
+    assert {event["pid"] for event in events} == {1}
     data = json.loads(out(capsys, "simulate", plan_file, "--json"))
     assert data["step_seconds"] == pytest.approx(Plan.load(plan_file).prediction.step_seconds)
 

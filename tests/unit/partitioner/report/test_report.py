@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
 import torch
 
 from cost_models.cluster import ClusterSpec
@@ -14,7 +15,7 @@ from partitioner.plan import Plan
 from partitioner.report.dot import stage_graph, to_dot, to_json
 from partitioner.report.sharding import communication_share
 from partitioner.report.table import microbatch_text
-from partitioner.report.text import WIDTH, columns, labelled, printable
+from partitioner.report.text import WIDTH, columns, labelled, printable, text_within, wrapped
 from tests.support.made_plans import GIB, made_hybrid_plan, made_plan, made_sharded_plan
 
 Golden = Callable[[str, str], None]
@@ -118,12 +119,55 @@ def test_the_data_type_of_a_model_is_told_where_no_other_line_does() -> None:
     assert str(mixed).splitlines()[0] == "model       chain, 1,234,567,890 parameters"
 
 
-def test_no_line_is_wider_than_the_page() -> None:
-    for ranks in ((0, 1), tuple(range(16)), (0, 1, 0, 1)):
-        plan = made_plan(ClusterSpec.preset("dgx-v100", nodes=2), ranks, blocks_per_stage=12)
-        assert max(map(len, str(plan).splitlines())) <= WIDTH
-    sharded = made_sharded_plan(ClusterSpec.preset("dgx-v100", nodes=2), {"outer": 2, "inner": 8})
-    assert max(map(len, str(sharded).splitlines())) <= WIDTH
+@pytest.mark.parametrize("width", [40, 60, 80, 120])
+def test_no_line_is_wider_than_asked_for(width: int) -> None:
+    plans = [
+        made_plan(ClusterSpec.preset("dgx-v100", nodes=2), ranks, blocks_per_stage=12)
+        for ranks in ((0, 1), tuple(range(16)), (0, 1, 0, 1))
+    ]
+    plans.append(made_sharded_plan(ClusterSpec.preset("dgx-v100", nodes=2), {"outer": 2, "inner": 8}))
+    plans.append(made_hybrid_plan(gpus(7), ({"outer": 2, "inner": 2}, {"all": 2}, {}), crossing=True))
+    for plan in plans:
+        with text_within(width):
+            assert max(map(len, str(plan).splitlines())) <= width
+        assert max(map(len, str(plan).splitlines())) <= WIDTH == 80
+
+
+def test_a_wide_terminal_shows_modules_beside_their_stages(golden: Golden) -> None:
+    with text_within(120):
+        golden("plan_wide", str(made_plan(ClusterSpec.preset("dgx-a100", nodes=3), tuple(range(24)))))
+
+
+def test_a_narrow_terminal_cuts_tables_in_two(golden: Golden) -> None:
+    with text_within(60):
+        golden("plan_narrow", str(made_hybrid_plan(gpus(6), ({"outer": 2, "inner": 2}, {"all": 2}))))
+
+
+def test_words_of_a_table_are_wrapped_and_its_numbers_are_not() -> None:
+    rows = [
+        ["one device", "3333 s", "does not fit: 714 GiB short"],
+        ["a.very.long_name.of.a.module", "1 s", ""],
+    ]
+    with text_within(52):
+        assert columns(("compared with", "step time", "why"), rows, left=("compared with", "why")) == (
+            "                          step\n"
+            "compared with             time  why\n"
+            "one device              3333 s  does not fit: 714\n"
+            "                                  GiB short\n"
+            "a.very.long_name.of.       1 s\n"
+            "  a.module"
+        )
+
+
+def test_a_line_stands_under_each_row() -> None:
+    assert columns(("a", "b"), [["1", "2"]], under=("names", "of one")) == "a  b\n   names\n1  2\n   of one"
+
+
+@pytest.mark.parametrize("name", ["x" * 100, "a_" * 50, "a.b" * 40, "a b " * 30])
+def test_a_cell_keeps_within_its_width(name: str) -> None:
+    lines = wrapped(name, 20)
+    assert max(map(len, lines)) <= 20
+    assert "".join("".join(lines).split()) == "".join(name.split())
 
 
 def test_long_module_names_are_cut_not_wrapped() -> None:

@@ -23,7 +23,8 @@ from runtime.program.program import (
     Send,
     pair_queue,
 )
-from runtime.simulate.timeline import chrome_trace, render
+from runtime.simulate.timeline import render
+from runtime.simulate.trace_events import chrome_trace
 
 HIDDEN = Message("h", 0, False, 0, 1)
 GRADIENT = Message("h", 0, True, 1, 0)

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 
+import pytest
+
 from runtime.program.order import build_programs
-from runtime.program.program import ComputeOrder, SegmentGraph, TiedGroup
+from runtime.program.program import Backward, ComputeOrder, Forward, SegmentGraph, TiedGroup
 from runtime.schedules import SCHEDULES
 from runtime.simulate.simulate import Simulation, simulate
-from runtime.simulate.timeline import chrome_trace, render
+from runtime.simulate.timeline import render, render_within
 from tests.support.uniform_links import UniformLinks
 from tests.unit.runtime.schedules.helpers import chain, no_time, one_f_one_b, split_backward
 
@@ -71,17 +72,30 @@ def test_columns_never_overflow_and_an_empty_step_is_said() -> None:
     assert render(empty) == "the step takes no time"
 
 
-def test_the_trace_is_json_with_every_instruction_transfer_and_memory_change() -> None:
-    simulation = run(chain(2), one_f_one_b(2, 2), 2)
-    events = json.loads(json.dumps(chrome_trace(simulation)))["traceEvents"]
-    slices = [e for e in events if e["ph"] == "X"]
-    assert [e["name"] for e in slices if e["pid"] == 0] == ["0F0", "0F1", "0B0", "0B1", "+wte@0,1", "step"]
-    assert slices[0] == {
-        "name": "0F0", "cat": "forward", "ph": "X", "pid": 0, "tid": 0, "ts": 0.0, "dur": 1e6,
-    }  # fmt: skip
-    begins = [e for e in events if e["ph"] == "b"]
-    ends = [e for e in events if e["ph"] == "e"]
-    assert len(begins) == len(ends) == simulation.message_count == 4
-    assert {e["args"]["to"] for e in begins} == {0, 1}
-    peak = max(e["args"]["bytes"] for e in events if e["ph"] == "C" and e["pid"] == 0)
-    assert peak == simulation.peak_bytes[0]
+def equal_chains(ranks: int) -> Simulation:
+    """Simulate ranks that do the same, with nothing between them."""
+    one = chain(1).segments[0]
+    graph = SegmentGraph(tuple(replace(one, index=r, ranks=(r,)) for r in range(ranks)), (), ranks)
+    return run(graph, tuple((Forward(r, 0), Backward(r, 0)) for r in range(ranks)), 1)
+
+
+def test_ranks_that_look_alike_share_a_row() -> None:
+    assert render(equal_chains(16), width=15).splitlines()[1:] == [
+        "ranks 0-1   F0-B0----+--S--  busy  60%  peak 100 B",
+        "ranks 2-15  F0-B0----S--...  busy  60%  peak 100 B",
+    ]
+
+
+def test_of_many_rows_the_first_and_last_are_drawn() -> None:
+    simulation = run(chain(40), one_f_one_b(40, 2), 2)
+    rows = render(simulation, width=60, most_rows=6).splitlines()[1:]
+    assert [row.split()[:2] for row in rows] == [
+        ["rank", "0"], ["rank", "1"], ["rank", "2"], ["…", "(34"], ["rank", "37"], ["rank", "38"], ["rank", "39"]
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("width", [60, 80, 120])
+def test_a_timeline_keeps_within_a_width(width: int) -> None:
+    for simulation in (run(chain(3), one_f_one_b(3, 4), 4), equal_chains(16)):
+        rows = render_within(simulation, width).splitlines()[1:]
+        assert max(map(len, rows)) == width
