@@ -14,7 +14,8 @@ const TRANSFERS_SHOWN = 400; // more lines at once than that are a grey wall
 function drawTimeline(plan) {
   const timeline = plan.timeline;
   const measured = timeline.measured;
-  const laneHeight = LANE.height + (measured ? LANE.measured + 2 : 0) + LANE.gap;
+  const bar = barHeight(timeline.lanes.length);
+  const laneHeight = bar + (measured ? LANE.measured + 2 : 0) + (bar < 12 ? 2 : LANE.gap);
   const end = Math.max(
     timeline.step_seconds,
     ...timeline.lanes.flatMap((lane) => lane.spans.map((span) => span[1])),
@@ -42,7 +43,7 @@ function drawTimeline(plan) {
     {class: 'status', 'aria-live': 'polite'},
     'Point at a block, or focus the picture and use the arrow keys. + and − zoom, 0 shows the whole step.',
   );
-  const model = {plan, timeline, measured, critical, state, laneHeight, end, height};
+  const model = {plan, bar, timeline, measured, critical, state, laneHeight, end, height};
 
   let waiting = false;
   const paint = () => {
@@ -75,6 +76,7 @@ function drawTimeline(plan) {
 
   new ResizeObserver(paint).observe(canvas);
   window.addEventListener('themechange', paint);
+  window.addEventListener('beforeprint', () => paintTimeline(canvas, model));
   const check = (name, text) =>
     el(
       'label',
@@ -121,6 +123,11 @@ function drawTimeline(plan) {
     timeline.inside.length > 0 && insideTable(timeline),
     tableOnDemand('The timeline as a table', () => timelineTable(timeline)),
   ];
+}
+
+/** The height of a lane's blocks: less where there are many lanes, as a canvas cannot be taller than some 30,000 pixels. */
+function barHeight(lanes) {
+  return lanes <= 40 ? LANE.height : lanes <= 120 ? 20 : 8;
 }
 
 function timelineWords(timeline) {
