@@ -11,16 +11,12 @@ const SPAN_WORDS = {
 };
 const TRANSFERS_SHOWN = 400; // more lines at once than that are a grey wall
 
-function drawTimeline(plan) {
+function drawTimeline(plan, other) {
   const timeline = plan.timeline;
   const measured = timeline.measured;
   const bar = barHeight(timeline.lanes.length);
   const laneHeight = bar + (measured ? LANE.measured + 2 : 0) + (bar < 12 ? 2 : LANE.gap);
-  const end = Math.max(
-    timeline.step_seconds,
-    ...timeline.lanes.flatMap((lane) => lane.spans.map((span) => span[1])),
-    ...(measured ? measured.lanes.flatMap((lane) => lane.spans.map((span) => span[1])) : []),
-  );
+  const end = Math.max(endOf(timeline), other && other.timeline ? endOf(other.timeline) : 0); // two plans: one scale
   const critical = new Set(timeline.critical.map(([lane, span]) => `${lane}:${span}`));
   const state = {
     from: 0,
@@ -123,6 +119,12 @@ function drawTimeline(plan) {
     timeline.inside.length > 0 && insideTable(timeline),
     tableOnDemand('The timeline as a table', () => timelineTable(timeline)),
   ];
+}
+
+/** The end of everything on a timeline, predicted and measured. */
+function endOf(timeline) {
+  const lanes = [...timeline.lanes, ...(timeline.measured ? timeline.measured.lanes : [])];
+  return lanes.flatMap((lane) => lane.spans).reduce((most, span) => Math.max(most, span[1]), timeline.step_seconds);
 }
 
 /** The height of a lane's blocks: less where there are many lanes, as a canvas cannot be taller than some 30,000 pixels. */
