@@ -17,8 +17,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 from cyclopts import Parameter
 
 from cost_models.errors import PartitionerError, UsageError
+from cost_models.shown import printable
 from partitioner.report.terminal import coloured, terminal_width
-from partitioner.report.text import printable, text_within
+from partitioner.report.text import text_within
 from passes.progress import is_watched, report_phase
 
 if TYPE_CHECKING:  # these import torch, which takes seconds

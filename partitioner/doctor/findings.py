@@ -1,10 +1,11 @@
-"""What the facts about a machine mean: what will not work on it, why, and what to do."""
+"""Conclusions from the facts about a machine: each names what fails there, because of which fact, and the remedy."""
 
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from cost_models.shown import ShownInNotebooks
 from cost_models.units import counted, format_bytes, format_seconds
 from partitioner.doctor.facts import NEEDED, TORCHRUN_PORT, Facts
 from partitioner.report.text import labelled
@@ -23,7 +24,7 @@ class Finding:
 
 
 @dataclass(frozen=True)
-class Diagnosis:
+class Diagnosis(ShownInNotebooks):
     """The facts and what follows from them; ``str()`` is what the command prints."""
 
     facts: Facts

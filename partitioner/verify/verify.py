@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from cost_models.errors import ModelError, PartitionerError, UsageError, VerificationError
 from cost_models.precision import Precision
+from cost_models.shown import ShownInNotebooks
 from cost_models.units import counted
 from partitioner.models.as_graph import ModelOrTrace, as_graph
 from partitioner.models.workload import Workload, workload_of
@@ -56,7 +57,7 @@ _PLURAL = {
 
 
 @dataclass(frozen=True)
-class VerifyReport:
+class VerifyReport(ShownInNotebooks):
     """The report of a verification: what was compared, and the worst of it. ``str()`` is what the command prints."""
 
     model: str
