@@ -3,12 +3,21 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
+<<<<<<< HEAD
+BROWSER_STAMP := $(VENV)/.installed-browser
+=======
+DOCS_STAMP := $(VENV)/.installed-docs
+>>>>>>> 825f9f28a418584d391d733c30ec7acae5f7c458
 export OMP_NUM_THREADS ?= 1
 # Byte code is kept even where the environment says otherwise: the tests start hundreds of processes, and each would
 # compile our sources anew, a second of processor time.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: help setup demo test test-all lint verify-all odd-models architectures fuzz golden house faults bounds bench predict checkpoint docs wheel clean
+<<<<<<< HEAD
+.PHONY: help setup demo test test-all browser lint verify-all odd-models architectures fuzz golden house faults bounds bench predict checkpoint docs wheel clean
+=======
+.PHONY: help setup demo test test-all lint verify-all odd-models architectures fuzz golden house faults bounds bench predict checkpoint generated docs test-docs wheel clean
+>>>>>>> 825f9f28a418584d391d733c30ec7acae5f7c458
 
 help:
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 14
@@ -21,6 +30,10 @@ $(STAMP): pyproject.toml constraints.txt
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
 	touch $(STAMP)
 
+$(DOCS_STAMP): $(STAMP)
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[docs]'
+	touch $(DOCS_STAMP)
+
 demo: setup  ## plan GPT-2 on two local workers, verify it, train it
 	$(BIN)/python -m examples.demo
 
@@ -29,6 +42,16 @@ test: setup  ## all tests, one case per idea, and a smoke subset of the verifica
 
 test-all: setup  ## all tests with all their cases; before an issue ends
 	$(BIN)/python -m pytest -m "" -n 2 --dist loadfile --no-loadscope-reorder
+
+browser: $(BROWSER_STAMP)  ## the report page in a real browser; installs Debian's Chromium and Playwright
+	$(BIN)/python -m pytest tests/browser
+
+# apt-get is run where Chromium is missing, and needs root then; elsewhere install Chromium or Chrome in another way.
+$(BROWSER_STAMP): $(STAMP)
+	command -v chromium >/dev/null || command -v google-chrome >/dev/null || (apt-get update -qq && \
+	  DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends chromium fonts-dejavu-core >/dev/null)
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[browser]'
+	touch $(BROWSER_STAMP)
 
 lint: setup  ## ruff, strict mypy, floors, rooms and texts
 	$(BIN)/ruff check .
@@ -78,11 +101,17 @@ predict: setup  ## predicted beside measured step time and memory
 checkpoint: setup  ## seconds and memory of saving and loading 124 M parameters
 	$(BIN)/python -m benchmarks.checkpoint
 
-docs: setup  ## regenerate the JSON Schemas and check that the docs' commands run
+generated: setup  ## rewrite what the docs take from the code: schemas, the map of rooms, command output in docs/09
 	$(BIN)/python -m benchmarks.make_docs
+
+docs: $(DOCS_STAMP)  ## build the documentation as a site into site/; broken links fail
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
+
+test-docs: setup  ## run every command and code block of README, tutorial and how-to pages, the slow ones too
+	$(BIN)/python -m pytest -m "" tests/distributed/test_pages.py tests/unit/test_docs.py
 
 wheel: setup  ## build the wheel, install it into an empty environment, plan outside the checkout
 	PYTHON=$(PYTHON) bash .ci/wheel
 
 clean:
-	rm -rf $(VENV) dist build .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) dist build site .pytest_cache .mypy_cache .ruff_cache

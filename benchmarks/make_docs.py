@@ -1,4 +1,4 @@
-"""``make docs``: what the documentation takes from the code.
+"""``make generated``: what the documentation takes from the code.
 
 docs/*.schema.json                                  the JSON Schemas of plans, clusters and cost graphs
 docs/architecture.md, between ROOMS and END         the table of rooms: purposes from their ``__init__.py``, modules
@@ -35,7 +35,7 @@ ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"
 PAGE = DOCS / "09-plan-and-cli.md"
 ARCHITECTURE = DOCS / "architecture.md"
-ROOMS, END = "<!-- rooms: made by `make docs` -->", "<!-- end of rooms -->"
+ROOMS, END = "<!-- rooms: made by `make generated` -->", "<!-- end of rooms -->"
 SHORT_FORMS = ("DeviceSpec", "LinkSpec", "NodeLinks", "NetworkSpec")
 """Mappings that a cluster file may write as the name of a preset."""
 SECONDS_PER_COMMAND = 600.0

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from cost_models.memory import OPTIMIZERS
 from cost_models.units import counted
-from partitioner.record import certificate
+from partitioner.record import certificate, outline
 from partitioner.record.sharding import contradictions
 from passes.search.words import STRATEGY_WORDS
 from runtime.schedules import SCHEDULES
@@ -39,6 +39,8 @@ def inconsistencies(plan: PlanFields) -> Iterator[str]:
     yield from _values(plan, world)
     yield from _per_rank(plan, world)
     yield from certificate.contradictions(plan)
+    if plan.outline is not None:
+        yield from outline.contradictions(plan.outline, [op for stage in plan.stages for op in stage.ops])
 
 
 def _of_the_strategy(plan: PlanFields) -> Iterator[str]:

@@ -13,6 +13,7 @@ from cost_models.precision import DTYPE_FIELDS, NAMES, Precision
 from partitioner.record.base import Amount, CertificateRecord, Natural, Record
 from partitioner.record.compact import BytesByDevice, Devices, SecondsByDevice
 from partitioner.record.file import PlanFile
+from partitioner.record.outline import ModelOutline
 from partitioner.record.sharding import StageSharding
 from partitioner.record.upgrade import UPGRADES, Upgrade
 
@@ -237,3 +238,6 @@ class PlanFields(PlanFile):
     not_considered: tuple[str, ...] = Field(description="what this strategy does not look at")
     proof: ProofRecord
     notes: tuple[str, ...]
+    outline: ModelOutline | None = Field(
+        default=None, description="the model's ops and what they read, for pictures; earlier plans have none"
+    )

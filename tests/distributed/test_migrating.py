@@ -17,12 +17,12 @@ from typing import Any
 
 import pytest
 
-from partitioner import ClusterSpec, Plan
+from partitioner import Plan
 from runtime.ranks.launch import WorkerPool
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "migrating.md").read_text()
-BLOCKS = dict(re.findall(r"(?s)```python ([\w-]+)\n(.*?)```", PAGE))
+BLOCKS = dict(re.findall(r'(?s)```python title="([\w-]+)"\n(.*?)```', PAGE))
 SECONDS = 180
 STEPS = 6
 
@@ -115,24 +115,6 @@ def test_those_whose_counterpart_cannot_be_installed(pool: WorkerPool, tmp_path:
     assert ours[0] == ours[1]
     assert len(ours[0]["losses"]) == STEPS
     assert (tmp_path / "checkpoints-ds" / "latest").is_file()
-
-
-def test_the_readme(pool: WorkerPool, tmp_path: Path) -> None:
-    """Its two blocks, with a model and a cluster of the page's; what is verified there is not verified here again."""
-    blocks = dict(re.findall(r"(?s)```python (\w+)\n(.*?)```", (ROOT / "README.md").read_text()))
-    (tmp_path / "cluster.yaml").write_text(ClusterSpec.local(2).model_dump_json())
-    given = (
-        f"{BLOCKS['common']}\nmodel, batch, dataset = Classifier(), default_collate(points[:2]), points\n"
-        "def loss_fn(output, batch): return F.cross_entropy(output, batch['label'])\n"
-    )
-    planning, line = re.subn(r"(?m)^plan\.verify\(.*$", "", blocks["plan"])
-    assert line == 1
-    (tmp_path / "plan.py").write_text(given + planning.replace("batch_size=512", "batch_size=32"))
-    (tmp_path / "train.py").write_text(given + blocks["train"] + "\nlosses = [engine.step, loss.item()]\n")
-    run_here(str(tmp_path / "plan.py"))
-    first, second = pool.run(run_here, str(tmp_path / "train.py"), world_size=2, timeout_seconds=SECONDS)
-    assert first == second
-    assert first["losses"][0] == STEPS
 
 
 def test_every_block_of_the_page_is_run() -> None:

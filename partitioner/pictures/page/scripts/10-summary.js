@@ -1,0 +1,172 @@
+// Summary: the big numbers, how a step divides, the fullest device, and the reasons in words.
+
+const DIVISION = {
+  // place in the palette, hatch and words of each part of a step
+  compute: [0, null, 'computing'],
+  communication: [1, 'hatch-a', 'communicating'],
+  bubble: [-1, 'hatch-idle', 'waiting (bubble)'],
+  optimizer: [2, 'hatch-b', 'optimizer'],
+};
+
+const LONG_TEXT = 1500; // letters of one paragraph; only a hostile name is longer
+
+function drawSummary(plan, other, summary = plan.summary) {
+  return [
+    factsList(summary.facts, other && other.summary.facts),
+    stepBar(summary),
+    summary.fullest && fullestLine(summary.fullest),
+    el(
+      'div',
+      {class: 'words'},
+      summary.sentences.map((part) =>
+        el(
+          'div',
+          null,
+          el('h3', null, part.title),
+          part.text.map((line) => el('p', null, short(line, LONG_TEXT))),
+        ),
+      ),
+    ),
+    summary.alternatives.length > 0 && alternativesTable(summary),
+    plan.stages.length > 0 && stagesTable(plan),
+    summary.notes.length > 0 &&
+      el(
+        'div',
+        null,
+        el('h3', null, 'Notes'),
+        summary.notes.map((note) => el('p', {class: 'note'}, short(note, LONG_TEXT))),
+      ),
+  ];
+}
+
+function factsList(facts, others) {
+  const elsewhere = others && new Map(others.map((fact) => [fact.label, fact.value]));
+  return el(
+    'dl',
+    {class: 'facts'},
+    facts.map((fact) => {
+      const differs = elsewhere && elsewhere.get(fact.label) !== fact.value;
+      return el(
+        'div',
+        {class: differs ? 'changed-fact' : null},
+        el('dt', null, short(fact.label, 120), differs && ' ', differs && el('span', {class: 'changed'}, '≠ differs')),
+        el('dd', {class: fact.value.length > 22 ? 'long' : null}, short(fact.value, 300)),
+        fact.note && el('dd', {class: 'small'}, short(fact.note, 300)),
+      );
+    }),
+  );
+}
+
+function stepBar(summary) {
+  const parts = summary.division.filter((part) => part.share > 0);
+  if (!parts.length) return null;
+  const words = (kind) => (DIVISION[kind] || [3, 'hatch-c', kind])[2];
+  const look = (kind) => DIVISION[kind] || [3, 'hatch-c', kind];
+  let left = 0;
+  const bars = parts.map((part) => {
+    const [index, pattern] = look(part.kind);
+    const place = {x: `${left * 100}%`, y: 0, width: `${part.share * 100}%`, height: 34};
+    left += part.share;
+    const group = svg(
+      'g',
+      null,
+      svg('rect', {...place, fill: tint(index)}),
+      pattern && svg('rect', {...place, fill: `url(#${pattern})`}),
+      part.share > 0.12 &&
+        svg(
+          'text',
+          {
+            x: `${(left - part.share / 2) * 100}%`,
+            y: 21,
+            'text-anchor': 'middle',
+            'font-size': 12.5,
+            'font-weight': 600,
+          },
+          formatShare(part.share),
+        ),
+    );
+    return withTip(
+      group,
+      `${words(part.kind)}: ${formatSeconds(part.seconds)}, ${formatShare(part.share)} of the step`,
+    );
+  });
+  const text = parts.map((part) => `${words(part.kind)} ${formatSeconds(part.seconds)} (${formatShare(part.share)})`);
+  return el(
+    'div',
+    null,
+    el('h3', null, 'How a step divides'),
+    svg('svg', {class: 'bar', role: 'img', 'aria-label': `A step: ${text.join(', ')}`}, bars),
+    el(
+      'ul',
+      {class: 'legend'},
+      parts.map((part, index) => {
+        const [place, pattern] = look(part.kind);
+        return el('li', null, swatch(tint(place), pattern && `url(#${pattern})`), text[index]);
+      }),
+    ),
+  );
+}
+
+function fullestLine(fullest) {
+  const share = fullest.used_bytes / fullest.capacity_bytes;
+  return el(
+    'p',
+    null,
+    el('strong', null, 'Fullest device: '),
+    `${fullest.device} holds ${formatBytes(fullest.used_bytes)} of ` +
+      `${formatBytes(fullest.capacity_bytes)} at its peak, ${formatShare(share)}` +
+      `${share > 1 ? ' — more than it has' : `, ${formatBytes(fullest.capacity_bytes - fullest.used_bytes)} to spare`}.`,
+  );
+}
+
+function alternativesTable(summary) {
+  const relative = (seconds) => {
+    const ratio = seconds / summary.step_seconds;
+    return Math.abs(ratio - 1) < 0.0005
+      ? 'the same'
+      : ratio >= 1
+        ? `${ratio.toFixed(2)}× as long`
+        : `${((1 - ratio) * 100).toFixed(1)} % shorter`;
+  };
+  return el(
+    'div',
+    null,
+    el('h3', null, 'What other plans would cost'),
+    table(
+      'Other plans beside this one',
+      ['plan', 'step', 'beside this plan', 'peak memory', 'fits', 'why'],
+      summary.alternatives.map((other) => [
+        other.name,
+        other.step_seconds === null ? '–' : formatSeconds(other.step_seconds),
+        other.step_seconds === null || !summary.step_seconds ? '–' : relative(other.step_seconds),
+        other.peak_bytes === null ? '–' : formatBytes(other.peak_bytes),
+        other.feasible ? el('span', {class: 'yes'}, '✓ yes') : el('span', {class: 'no'}, '✗ no'),
+        other.reason || '',
+      ]),
+      [1, 2, 3],
+    ),
+  );
+}
+
+function stagesTable(plan) {
+  return el(
+    'div',
+    null,
+    el('h3', null, plan.stages.length > 1 ? 'Stages' : 'One stage'),
+    table(
+      'Which devices compute what',
+      ['stage', 'devices', 'modules', 'mesh', 'parameters', 'forward', 'backward', 'in flight'],
+      plan.stages.map((stage, index) => [
+        el('span', null, badge(index), ' ', stage.name),
+        stage.devices,
+        stage.modules,
+        stage.mesh || '–',
+        formatBytes(stage.parameter_bytes),
+        formatSeconds(stage.forward_seconds),
+        formatSeconds(stage.backward_seconds),
+        String(stage.in_flight),
+      ]),
+      [4, 5, 6, 7],
+    ),
+  );
+}

@@ -1,0 +1,162 @@
+// The model as boxes: modules in modules, folds of equal blocks, ops. A box knows its parent and its ops; nothing is drawn.
+//
+//   module   holds modules and ops            fold     equal blocks one after another: one of them is shown at a time
+//   part     a stretch of a long list of ops  pieces   the blocks of neurons of one op
+//   op       one op; cannot be opened
+
+const LIST_LIMIT = 60; // children of one box; a longer list is cut into parts, so that any box can be opened
+const PART_SIZE = 30;
+
+/** Build the boxes of a graph and return its root and the box of every op. */
+function makeBoxes(graph) {
+  const boxOfOp = new Array(graph.ops.length).fill(null);
+  const byName = new Map();
+  let count = 0;
+
+  const box = (kind, parent, fields) => {
+    count += 1;
+    return {id: count, kind, parent, children: [], ops: [], members: null, shown: 0, times: 1, ...fields};
+  };
+
+  const fromNode = (node, parent) => {
+    const name = node.name || '';
+    if (node.times > 1 && node.members && node.members.length > 1) {
+      const fold = box('fold', parent, {name, label: node.label, className: node.class, times: node.times});
+      fold.members = node.members.map((member) => fromNode(member, fold));
+      fold.ops = fold.members.flatMap((member) => member.ops);
+      return fold;
+    }
+    const made = box('module', parent, {
+      name,
+      label: node.label || name || 'model',
+      className: node.class,
+      times: node.times || 1,
+    });
+    const inside = [...(node.children || []).map((child) => fromNode(child, made)), ...ownOps(node.ops || [], made)];
+    inside.sort((a, b) => first(a) - first(b));
+    made.ops = inside.flatMap((child) => child.ops);
+    made.children = shorten(inside, made);
+    if (name && !byName.has(name)) byName.set(name, made);
+    return made;
+  };
+
+  const ownOps = (indices, parent) => {
+    const groups = new Map();
+    const found = [];
+    for (const index of indices) {
+      const whole = graph.ops[index][7];
+      if (whole === undefined || whole < 0) found.push(opBox(index, parent));
+      else if (groups.has(whole)) groups.get(whole).push(index);
+      else groups.set(whole, [index]);
+    }
+    for (const group of groups.values()) {
+      if (group.length === 1) {
+        found.push(opBox(group[0], parent));
+        continue;
+      }
+      const kind = graph.kinds[graph.ops[group[0]][1]];
+      const pieces = box('pieces', parent, {
+        name: graph.ops[group[0]][0],
+        label: `${kind.op} in ${group.length} pieces`,
+        className: '',
+      });
+      pieces.ops = group;
+      pieces.children = shorten(
+        group.map((index) => opBox(index, pieces)),
+        pieces,
+      );
+      found.push(pieces);
+    }
+    return found;
+  };
+
+  const opBox = (index, parent) => {
+    const made = box('op', parent, {name: graph.ops[index][0], label: graph.kinds[graph.ops[index][1]].op, op: index});
+    made.ops = [index];
+    boxOfOp[index] = made;
+    return made;
+  };
+
+  const shorten = (children, parent) => {
+    if (children.length <= LIST_LIMIT) return children;
+    const size = Math.max(Math.ceil(children.length / LIST_LIMIT), PART_SIZE);
+    const parts = [];
+    for (let start = 0; start < children.length; start += size) {
+      const slice = children.slice(start, start + size);
+      const part = box('part', parent, {
+        name: '',
+        label: `${slice[0].label} … ${slice[slice.length - 1].label}`,
+        className: '',
+      });
+      part.label = `part ${parts.length + 1} of ${Math.ceil(children.length / size)}`;
+      part.ops = slice.flatMap((child) => child.ops);
+      for (const child of slice) child.parent = part;
+      part.children = shorten(slice, part);
+      parts.push(part);
+    }
+    return parts;
+  };
+
+  const root = fromNode(graph.tree, null);
+  return {root, boxOfOp, byName, count};
+}
+
+function first(box) {
+  return box.ops.length ? box.ops.reduce((least, op) => (op < least ? op : least), Infinity) : Infinity;
+}
+
+/** The boxes that an open box shows. A fold shows the inside of one of its blocks. */
+function shownChildren(box) {
+  return box.kind === 'fold' ? box.members[box.shown].children : box.children;
+}
+
+function canOpen(box) {
+  return box.kind !== 'op' && shownChildren(box).length > 0;
+}
+
+/** The box that holds this one on the screen: a fold's blocks are never drawn themselves. */
+function holder(box) {
+  const parent = box.parent;
+  return parent && parent.parent && parent.parent.kind === 'fold' ? parent.parent : parent;
+}
+
+/** The boxes that hold this one on the screen, outermost first. */
+function holders(box) {
+  const found = [];
+  for (let next = holder(box); next; next = holder(next)) found.unshift(next);
+  return found;
+}
+
+/** The stages of a box with their numbers of ops, most first; computed once. */
+function stagesOf(box, graph) {
+  if (!box.stages) {
+    const counts = new Map();
+    for (const op of box.ops) counts.set(graph.ops[op][2], (counts.get(graph.ops[op][2]) || 0) + 1);
+    if (counts.size > 1) counts.delete(-1);
+    box.stages = [...counts].sort((a, b) => a[0] - b[0]);
+  }
+  return box.stages;
+}
+
+/** The sums of a box's ops; computed once. */
+function sumsOf(box, graph) {
+  if (!box.sums) {
+    const sums = {
+      forward_flops: 0,
+      backward_flops: 0,
+      output_bytes: 0,
+      saved_bytes: 0,
+      forward_seconds: 0,
+      parameters: new Set(),
+    };
+    for (const op of box.ops) {
+      const kind = graph.kinds[graph.ops[op][1]];
+      for (const field of ['forward_flops', 'backward_flops', 'output_bytes', 'saved_bytes', 'forward_seconds'])
+        sums[field] += kind[field] || 0;
+      for (const parameter of graph.ops[op][5]) sums.parameters.add(parameter);
+    }
+    sums.parameter_bytes = [...sums.parameters].reduce((sum, index) => sum + graph.parameters[index].size_bytes, 0);
+    box.sums = sums;
+  }
+  return box.sums;
+}

@@ -1,0 +1,143 @@
+// The details of the chosen box: shapes, layout in words, arithmetic, bytes, time, source line, parameters, bridges.
+
+const LISTED = 12; // of a long list; the rest is counted
+
+function pairs(...entries) {
+  return el(
+    'dl',
+    null,
+    entries.filter((entry) => entry && entry[1]).map(([name, value]) => [el('dt', null, name), el('dd', null, value)]),
+  );
+}
+
+function listOf(title, items, draw) {
+  if (!items.length) return null;
+  return el(
+    'div',
+    null,
+    el('h4', null, title),
+    el(
+      'ul',
+      null,
+      items.slice(0, LISTED).map((item) => el('li', null, draw(item))),
+    ),
+    items.length > LISTED && el('p', {class: 'muted'}, `and ${formatCount(items.length - LISTED)} more`),
+  );
+}
+
+function stageWords(stage, plan) {
+  if (stage < 0 || !plan.stages[stage]) return 'on no stage of its own';
+  const {name, devices} = plan.stages[stage];
+  return el('span', null, badge(stage), ` ${name}, ${devices}`);
+}
+
+function jump(text, go) {
+  return el('button', {type: 'button', class: 'jump', onclick: go}, short(text, 120));
+}
+
+function opDetails(box, view) {
+  const {graph, plan, boxes, choose} = view;
+  const [name, kindIndex, stage, source, inputs, parameters, layout] = graph.ops[box.op];
+  const kind = graph.kinds[kindIndex];
+  const bridges = graph.bridges.filter((bridge) => bridge.from === box.op || bridge.to === box.op);
+  const readers = graph.ops.flatMap((op, index) => (op[4].includes(box.op) ? [index] : []));
+  return [
+    el('h3', null, kind.op),
+    pairs(
+      ['name', name],
+      ['in', inside(box, view)],
+      ['computed on', stageWords(stage, plan)],
+      ['result', `${kind.shape} ${kind.dtype}, ${formatBytes(kind.output_bytes)}`],
+      ['layout', layout >= 0 && graph.layouts[layout]],
+      ['arithmetic', `${formatFlops(kind.forward_flops)} forward, ${formatFlops(kind.backward_flops)} backward`],
+      ['time, forward', formatSeconds(kind.forward_seconds)],
+      ['kept for backward', formatBytes(kind.saved_bytes)],
+      ['runs', kind.target && el('code', null, kind.target)],
+    ),
+    source >= 0 && el('div', null, el('h4', null, 'Source line'), el('pre', null, graph.sources[source])),
+    listOf('Parameters', parameters, (index) => parameterLine(graph.parameters[index])),
+    listOf('Bridges', bridges, (bridge) => bridgeLine(bridge)),
+    listOf('Reads', inputs, (index) => jump(graph.ops[index][0], () => choose(boxes.boxOfOp[index]))),
+    listOf('Read by', readers, (index) => jump(graph.ops[index][0], () => choose(boxes.boxOfOp[index]))),
+    el('p', {class: 'muted'}, 'Figures are for one micro-batch.'),
+  ];
+}
+
+function parameterLine(parameter) {
+  const text = `${parameter.name}, ${parameter.shape}, ${formatBytes(parameter.size_bytes)}`;
+  return parameter.layout ? `${text}: ${parameter.layout}` : text;
+}
+
+function bridgeLine(bridge) {
+  const text = `${bridge.kind}${bridge.gradient ? ' of a gradient' : ''}, ${formatBytes(bridge.size_bytes)}`;
+  return bridge.text ? `${text}: ${bridge.text}` : text;
+}
+
+function inside(box, view) {
+  const around = holders(box).filter((one) => one.parent);
+  if (!around.length) return null;
+  return el(
+    'span',
+    null,
+    around.flatMap((one, index) => [index > 0 ? ' › ' : null, jump(one.label, () => view.choose(one))]),
+  );
+}
+
+function groupDetails(box, view) {
+  const {graph, plan} = view;
+  const sums = sumsOf(box, graph);
+  const within = new Set(box.ops);
+  const bridges = graph.bridges.filter((bridge) => within.has(bridge.from) && within.has(bridge.to));
+  const counts = stagesOf(box, graph);
+  return [
+    el('h3', null, box.label),
+    canOpen(box) &&
+      el(
+        'div',
+        {class: 'tools'},
+        el('button', {type: 'button', onclick: () => view.toggle(box)}, view.isOpen(box) ? 'Close' : 'Open'),
+        box.kind === 'fold' && memberChoice(box, view),
+      ),
+    pairs(
+      ['name', box.name && box.name !== box.label && box.name],
+      ['class', box.className],
+      ['in', inside(box, view)],
+      ['equal blocks', box.times > 1 && `${box.times}, one after another; figures are of all of them`],
+      ['ops', formatCount(box.ops.length)],
+      [
+        'computed on',
+        el(
+          'span',
+          null,
+          counts
+            .slice(0, LISTED)
+            .map(([stage, count]) =>
+              el('span', null, stageWords(stage, plan), counts.length > 1 ? `: ${plural(count, 'op')}` : '', el('br')),
+            ),
+          counts.length > LISTED && `and ${counts.length - LISTED} more stages`,
+        ),
+      ],
+      [
+        'parameters',
+        sums.parameters.size && `${formatCount(sums.parameters.size)}, ${formatBytes(sums.parameter_bytes)}`,
+      ],
+      ['arithmetic', `${formatFlops(sums.forward_flops)} forward, ${formatFlops(sums.backward_flops)} backward`],
+      ['time, forward', formatSeconds(sums.forward_seconds)],
+      ['kept for backward', formatBytes(sums.saved_bytes)],
+    ),
+    listOf('Bridges inside', bridgeLines(bridges), (line) => line.text),
+    el('p', {class: 'muted'}, 'Figures are for one micro-batch.'),
+  ];
+}
+
+/** Which block of a fold is shown. */
+function memberChoice(box, view) {
+  const select = el(
+    'select',
+    {'aria-label': 'block', onchange: () => view.showMember(box, Number(select.value))},
+    box.members.map((member, index) =>
+      el('option', {value: index, selected: index === box.shown}, short(member.name || member.label, 60)),
+    ),
+  );
+  return el('label', null, 'block', select);
+}

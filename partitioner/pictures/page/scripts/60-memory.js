@@ -1,0 +1,262 @@
+// Memory over time, stacked by kind, with the line of what the device has; and the peaks of all lanes as bars.
+
+const MEMORY_PATTERNS = [null, null, null, null, 'url(#hatch-a)', 'url(#hatch-b)', 'url(#hatch-d)'];
+const LANES_LISTED = 24;
+
+function memoryPaint(index) {
+  return `color-mix(in srgb, ${colour(index)} 62%, var(--surface))`;
+}
+
+function drawMemory(plan) {
+  const lanes = plan.memory.lanes;
+  if (!lanes.length) return [el('p', {class: 'note'}, 'This plan holds no course of its memory.')];
+  const order = lanes.map((_, index) => index).sort((a, b) => fullness(lanes[b]) - fullness(lanes[a]));
+  const figure = el('figure');
+  const overview = el('div', {class: 'lanes-overview'});
+  const most = Math.max(...lanes.map((lane) => Math.max(lane.peak_bytes, lane.capacity_bytes)));
+  const show = (index) => {
+    figure.replaceChildren(...memoryFigure(lanes[index], plan.timeline && plan.timeline.step_seconds));
+    for (const button of overview.querySelectorAll('button'))
+      button.setAttribute('aria-pressed', String(button.dataset.lane === String(index)));
+  };
+  const list = (indices) =>
+    indices.forEach((index) => overview.append(...overviewRow(lanes[index], index, most, show)));
+  list(order.slice(0, LANES_LISTED));
+  const more =
+    order.length > LANES_LISTED &&
+    el(
+      'button',
+      {
+        type: 'button',
+        onclick: () => {
+          list(order.slice(LANES_LISTED));
+          more.remove();
+        },
+      },
+      `Show all ${order.length} lanes`,
+    );
+  show(order[0]);
+  return [
+    memoryLegend(lanes),
+    el('h3', null, 'Peak of every device, fullest first'),
+    overview,
+    more,
+    figure,
+    tableOnDemand('What holds the peak, as a table', () => memoryTable(lanes)),
+  ];
+}
+
+function fullness(lane) {
+  return lane.capacity_bytes ? lane.peak_bytes / lane.capacity_bytes : lane.peak_bytes;
+}
+
+/** The kinds that any lane holds something of, with their index. */
+function memoryKinds(lane) {
+  return lane.kinds
+    .map((kind, index) => [kind, index])
+    .filter(([, index]) => lane.stacks[index].some((value) => value > 0));
+}
+
+function memoryLegend(lanes) {
+  const kinds = new Map(lanes.flatMap((lane) => memoryKinds(lane)));
+  return el(
+    'ul',
+    {class: 'legend', 'aria-label': 'Kinds of memory'},
+    [...kinds]
+      .sort((a, b) => a[1] - b[1])
+      .map(([kind, index]) => el('li', null, swatch(memoryPaint(index), MEMORY_PATTERNS[index]), kind)),
+  );
+}
+
+/** The place in a lane's times where the sum is greatest. */
+function peakIndex(lane) {
+  let best = 0;
+  let most = -1;
+  lane.seconds.forEach((_, at) => {
+    const sum = lane.stacks.reduce((total, stack) => total + stack[at], 0);
+    if (sum > most) {
+      most = sum;
+      best = at;
+    }
+  });
+  return best;
+}
+
+function overviewRow(lane, index, most, show) {
+  const at = peakIndex(lane);
+  let left = 0;
+  const bars = lane.stacks.map((stack, kind) => {
+    const width = (stack[at] / most) * 100;
+    const place = {x: `${left}%`, y: 1, width: `${width}%`, height: 16};
+    left += width;
+    return (
+      width > 0 && [
+        svg('rect', {...place, fill: memoryPaint(kind)}),
+        MEMORY_PATTERNS[kind] && svg('rect', {...place, fill: MEMORY_PATTERNS[kind]}),
+      ]
+    );
+  });
+  const capacity = `${(lane.capacity_bytes / most) * 100}%`;
+  return [
+    el(
+      'button',
+      {type: 'button', 'data-lane': index, 'aria-pressed': 'false', onclick: () => show(index)},
+      short(lane.label, 60),
+    ),
+    svg(
+      'svg',
+      {'aria-hidden': 'true'},
+      bars.flat(),
+      svg('line', {x1: capacity, x2: capacity, y1: 0, y2: 18, stroke: 'var(--bad)', 'stroke-width': 2.5}),
+    ),
+    el(
+      'span',
+      null,
+      `${formatBytes(lane.peak_bytes)} of ${formatBytes(lane.capacity_bytes)}, ${formatShare(fullness(lane))}`,
+    ),
+  ];
+}
+
+function memoryFigure(lane, step) {
+  const size = {width: twoPlans ? 640 : 1240, height: 320, left: 74, right: 16, top: 26, bottom: 30};
+  const end = step || lane.seconds[lane.seconds.length - 1] || 1;
+  const top = Math.max(lane.peak_bytes, lane.capacity_bytes) * 1.06;
+  const x = (time) => size.left + (Math.min(time, end) / end) * (size.width - size.left - size.right);
+  const y = (value) => size.height - size.bottom - (value / top) * (size.height - size.top - size.bottom);
+  const chart = svg('svg', {
+    class: 'chart',
+    viewBox: `0 0 ${size.width} ${size.height}`,
+    role: 'img',
+    'aria-label':
+      `Memory of ${lane.label}: peak ${formatBytes(lane.peak_bytes)} at ${formatSeconds(lane.peak_at)} ` +
+      `of ${formatBytes(lane.capacity_bytes)}`,
+  });
+  for (const value of ticks(top, 5, 1024)) {
+    chart.append(
+      svg('line', {class: 'axis', x1: size.left, x2: size.width - size.right, y1: y(value), y2: y(value)}),
+      svg('text', {class: 'muted', x: size.left - 6, y: y(value) + 4, 'text-anchor': 'end'}, formatBytes(value)),
+    );
+  }
+  for (const time of ticks(end, 6))
+    chart.append(
+      svg('text', {class: 'muted', x: x(time), y: size.height - 10, 'text-anchor': 'middle'}, formatSeconds(time)),
+    );
+  const base = lane.seconds.map(() => 0);
+  for (const [, index] of memoryKinds(lane)) {
+    const lower = [...base];
+    lane.stacks[index].forEach((value, at) => {
+      base[at] += value;
+    });
+    const d = stairs(lane.seconds, base, lower, end, x, y);
+    chart.append(svg('path', {class: 'area', d, fill: memoryPaint(index)}));
+    if (MEMORY_PATTERNS[index]) chart.append(svg('path', {d, fill: MEMORY_PATTERNS[index]}));
+  }
+  if (lane.capacity_bytes) {
+    chart.append(
+      svg('line', {
+        class: 'capacity',
+        x1: size.left,
+        x2: size.width - size.right,
+        y1: y(lane.capacity_bytes),
+        y2: y(lane.capacity_bytes),
+      }),
+      svg(
+        'text',
+        {class: 'capacity-text', x: size.width - size.right, y: y(lane.capacity_bytes) - 5, 'text-anchor': 'end'},
+        `the device has ${formatBytes(lane.capacity_bytes)}`,
+      ),
+    );
+  }
+  chart.append(
+    svg('circle', {
+      cx: x(lane.peak_at),
+      cy: y(lane.peak_bytes),
+      r: 4.5,
+      fill: 'var(--text)',
+      stroke: 'var(--surface)',
+      'stroke-width': 1.5,
+    }),
+    svg(
+      'text',
+      {
+        x: x(lane.peak_at) + (lane.peak_at > end * 0.75 ? -9 : 9),
+        y: y(lane.peak_bytes) - 8,
+        class: 'halo',
+        'text-anchor': lane.peak_at > end * 0.75 ? 'end' : 'start',
+        'font-weight': 650,
+      },
+      `peak ${formatBytes(lane.peak_bytes)}`,
+    ),
+  );
+  memoryCursor(chart, lane, end, size, x);
+  return [
+    el('figcaption', null, `Memory of ${lane.label} in a step`),
+    chart,
+    lane.peak_text && el('p', null, lane.peak_text),
+  ].filter(Boolean);
+}
+
+/** An area that keeps each value until the next time: memory is taken and given back at once. */
+function stairs(seconds, upper, lower, end, x, y) {
+  const there = [];
+  const back = [];
+  seconds.forEach((time, at) => {
+    const until = at + 1 < seconds.length ? seconds[at + 1] : Math.max(end, time);
+    there.push(`${x(time).toFixed(1)} ${y(upper[at]).toFixed(1)}L${x(until).toFixed(1)} ${y(upper[at]).toFixed(1)}`);
+    back.unshift(`${x(until).toFixed(1)} ${y(lower[at]).toFixed(1)}L${x(time).toFixed(1)} ${y(lower[at]).toFixed(1)}`);
+  });
+  return `M${there.join('L')}L${back.join('L')}Z`;
+}
+
+function memoryCursor(chart, lane, end, size, x) {
+  const line = svg('line', {class: 'cursor', y1: size.top, y2: size.height - size.bottom, visibility: 'hidden'});
+  chart.append(line);
+  chart.addEventListener('pointermove', (event) => {
+    const box = chart.getBoundingClientRect();
+    const time =
+      ((((event.clientX - box.left) / box.width) * size.width - size.left) / (size.width - size.left - size.right)) *
+      end;
+    const at = lane.seconds.findLastIndex((second) => second <= time);
+    if (at < 0 || time > end) {
+      hideTip();
+      line.setAttribute('visibility', 'hidden');
+      return;
+    }
+    fill(line, {x1: x(time), x2: x(time), visibility: 'visible'}, []);
+    const kinds = memoryKinds(lane)
+      .filter(([, index]) => lane.stacks[index][at] > 0)
+      .reverse();
+    const sum = lane.stacks.reduce((total, stack) => total + stack[at], 0);
+    showTip(
+      [
+        `${formatBytes(sum)} at ${formatSeconds(time)}`,
+        ...kinds.map(([kind, index]) => `${kind} ${formatBytes(lane.stacks[index][at])}`),
+      ].join('\n'),
+      event.clientX,
+      event.clientY,
+    );
+  });
+  chart.addEventListener('pointerleave', () => {
+    hideTip();
+    line.setAttribute('visibility', 'hidden');
+  });
+}
+
+function memoryTable(lanes) {
+  const kinds = lanes[0].kinds;
+  return table(
+    'Bytes held at the peak',
+    ['devices', 'peak', 'at', ...kinds, 'capacity'],
+    lanes.map((lane) => {
+      const at = peakIndex(lane);
+      return [
+        lane.label,
+        formatBytes(lane.peak_bytes),
+        formatSeconds(lane.peak_at),
+        ...lane.stacks.map((stack) => formatBytes(stack[at])),
+        formatBytes(lane.capacity_bytes),
+      ];
+    }),
+    [1, 2, ...kinds.map((_, index) => index + 3), kinds.length + 3],
+  );
+}

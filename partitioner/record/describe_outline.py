@@ -1,0 +1,82 @@
+"""The outline of a model, made from its graph and what its ops cost."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping
+from typing import Any, TypeVar
+
+import sympy
+import torch
+from torch import fx
+
+from cost_models.compute import ComputeDevice
+from partitioner.record.outline import ModelOutline, OpKind, OutlineInput
+from passes.costs.costs import GraphCosts
+from passes.graph.graph import GraphInput, OpGraph, tensor_specs
+from runtime.segment.code import TensorSpec
+
+Key = TypeVar("Key", bound=Hashable)
+
+
+def describe_outline(graph: OpGraph, costs: GraphCosts, samples: int, device: ComputeDevice) -> ModelOutline:
+    """Write down ``graph`` for pictures. Amounts are of micro-batches of ``samples`` on ``device``."""
+    symbols = {**graph.example_sizes, graph.batch.batch_symbol: samples}
+    work, seconds = costs.at(samples), costs.seconds(samples, device)
+    amounts = zip(
+        work.forward_flops.tolist(),
+        (work.backward_input_flops + work.backward_weight_flops).tolist(),
+        work.output_bytes.tolist(),
+        seconds.forward.tolist(),
+        (seconds.backward_input + seconds.backward_weight).tolist(),
+        strict=True,
+    )
+    modules: dict[str, int] = {}
+    sources: dict[str, int] = {}
+    kinds: dict[tuple[Any, ...], int] = {}
+    number = {node.name: index for index, node in enumerate(graph.ops)}
+    number |= {given.node: -1 - index for index, given in enumerate(graph.inputs)}
+    kind_of, module_of, source_of, reads = [], [], [], []
+    for node, own in zip(graph.ops, amounts, strict=True):
+        spec = _first_result(node, symbols)
+        shape = () if spec is None else spec.concrete(symbols)
+        dtype = "" if spec is None else str(spec.dtype).removeprefix("torch.")
+        kind_of.append(_number(kinds, (str(node.target), shape, dtype, *own)))
+        module_of.append(_number(modules, str(node.meta.get("module_path", ""))))
+        source_of.append(_number(sources, str(node.meta.get("source", ""))))
+        reads.append([number[source.name] for source in node.all_input_nodes if source.name in number])
+    return ModelOutline(
+        modules=tuple(modules),
+        sources=tuple(sources),
+        kinds=tuple(
+            OpKind(op=op, shape=shape, dtype=dtype, forward_flops=forward, backward_flops=backward,
+                   output_bytes=int(size), forward_seconds=there, backward_seconds=back)
+            for op, shape, dtype, forward, backward, size, there, back in kinds
+        ),
+        inputs=tuple(_input(graph, given, symbols) for given in graph.inputs),
+        names=tuple(node.name for node in graph.ops),
+        kind_of=tuple(kind_of),
+        module_of=tuple(module_of),
+        source_of=tuple(source_of),
+        read_counts=tuple(map(len, reads)),
+        reads=tuple(read for own in reads for read in own),
+    )  # fmt: skip
+
+
+def _number(known: dict[Key, int], key: Key) -> int:
+    """Return the number of ``key``, a new one where it has none yet."""
+    return known.setdefault(key, len(known))
+
+
+def _first_result(node: fx.Node, symbols: Mapping[sympy.Symbol, int]) -> TensorSpec | None:
+    """Return shape and type of the first tensor that a node makes; None if it makes none, or its data decides the size."""
+    spec = next(iter(tensor_specs(node)), None)
+    dims = () if spec is None else spec.shape
+    unknown = {s for dim in dims if not isinstance(dim, int) for s in dim.free_symbols}.difference(symbols)
+    return None if unknown else spec
+
+
+def _input(graph: OpGraph, given: GraphInput, symbols: Mapping[sympy.Symbol, int]) -> OutlineInput:
+    spec = _first_result(graph.nodes[given.node], symbols) or TensorSpec((), torch.int64)
+    return OutlineInput(
+        kind=given.kind, name=given.name, shape=spec.concrete(symbols), size_bytes=spec.size_bytes(symbols)
+    )

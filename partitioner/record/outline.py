@@ -1,0 +1,109 @@
+"""The model as a plan remembers it, for pictures: modules, ops, what they read, and what each op takes.
+
+    modules   "", layers.0.mlp, …            kinds   what ops are alike in: op, shape, work
+    ops       names, and by number the kind, module and source line of each, and what it reads
+
+Numbers are written in one line of text, so that a model of 10,000 ops takes some 500 KB. Rebuilding and running a plan
+needs none of this: programs follow from stages and values.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from typing import Annotated, Literal
+
+from pydantic import BeforeValidator, Field, PlainSerializer, WithJsonSchema
+
+from partitioner.record.base import Amount, Natural, Record
+
+
+def _read_numbers(value: object) -> object:
+    """Read "0 1 1 -2" as numbers; anything else as it is."""
+    if not isinstance(value, str):
+        return value
+    words = value.split()
+    if not all(re.fullmatch(r"-?[0-9]{1,9}", word) for word in words):
+        raise ValueError("expected whole numbers with spaces between them")
+    return tuple(map(int, words))
+
+
+def _write_numbers(numbers: Sequence[int]) -> str:
+    return " ".join(map(str, numbers))
+
+
+Numbers = Annotated[
+    tuple[int, ...],
+    BeforeValidator(_read_numbers),
+    PlainSerializer(_write_numbers, when_used="json"),
+    WithJsonSchema({"type": "string", "pattern": "^[-0-9 ]*$"}),
+]
+"""Whole numbers; in JSON a text of them."""
+
+
+class OpKind(Record):
+    """The traits that ops share. Amounts are of a micro-batch and of the whole op, whatever devices share it."""
+
+    op: str = Field(description="such as aten.linear.default")
+    shape: tuple[Natural, ...] = Field(description="of its first result")
+    dtype: str
+    forward_flops: Amount
+    backward_flops: Amount
+    output_bytes: Natural
+    forward_seconds: Amount = Field(description="alone on the cluster's first device")
+    backward_seconds: Amount
+
+
+class OutlineInput(Record):
+    """A tensor that ops read and none makes."""
+
+    kind: Literal["parameter", "buffer", "constant", "batch", "value"]
+    name: str
+    shape: tuple[Natural, ...]
+    size_bytes: Natural
+
+
+class ModelOutline(Record):
+    """The model's modules and ops in the order of its code."""
+
+    modules: tuple[str, ...] = Field(description='paths; "" is the model itself')
+    sources: tuple[str, ...] = Field(description="file:line of the model's code")
+    kinds: tuple[OpKind, ...]
+    inputs: tuple[OutlineInput, ...]
+    names: tuple[str, ...] = Field(description="of the ops")
+    kind_of: Numbers = Field(description="per op, into kinds")
+    module_of: Numbers = Field(description="per op, into modules")
+    source_of: Numbers = Field(description="per op, into sources")
+    read_counts: Numbers = Field(description="per op, how many of reads are its own")
+    reads: Numbers = Field(
+        description="what each op reads, one op after the other: n is op n, -1 - n is inputs[n]"
+    )
+
+    def reads_of(self) -> list[tuple[int, ...]]:
+        """Return what each op reads: n is op n, -1 - n is ``inputs[n]``."""
+        found, at = [], 0
+        for count in self.read_counts:
+            found.append(self.reads[at : at + count])
+            at += count
+        return found
+
+
+def contradictions(outline: ModelOutline, planned: Sequence[str]) -> Iterator[str]:
+    """Yield what does not fit together in an outline. ``planned``: the ops that the plan's stages run."""
+    count = len(outline.names)
+    for name, limit in (("kind_of", "kinds"), ("module_of", "modules"), ("source_of", "sources")):
+        numbers = getattr(outline, name)
+        if len(numbers) != count:
+            yield f"outline.{name}: {len(numbers)} numbers for {count} ops"
+        if any(not 0 <= number < len(getattr(outline, limit)) for number in numbers):
+            yield f"outline.{name}: a number is none of outline.{limit}"
+    counts = outline.read_counts
+    if len(counts) != count or any(number < 0 for number in counts) or sum(counts) != len(outline.reads):
+        yield "outline.read_counts: does not divide outline.reads among the ops"
+    elif any(
+        not -len(outline.inputs) <= read < op for op, own in enumerate(outline.reads_of()) for read in own
+    ):
+        yield "outline.reads: an op reads what is no input and no earlier op"
+    unknown = sorted(set(planned).difference(outline.names))
+    if unknown:
+        yield f"outline.names: {', '.join(unknown[:3])} of the stages is not there"

@@ -1,0 +1,62 @@
+"""The model's outline in a plan: what it says of the ops, and what damaged ones are refused for."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from cost_models.cluster import ClusterSpec
+from cost_models.errors import PlanError
+from partitioner import Plan, partition
+
+
+@pytest.fixture(scope="module")
+def plan() -> Plan:
+    model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
+    return partition(
+        model,
+        ClusterSpec.local(2),
+        example_inputs=torch.randn(6, 4),
+        loss_fn=lambda output, _: output.square().mean(),
+        batch_size=6,
+        microbatches=2,
+        strategy="layer",
+    )
+
+
+def test_ops_have_their_modules_shapes_and_readers(plan: Plan) -> None:
+    outline = plan.outline
+    assert outline is not None
+    assert [outline.modules[number] for number in outline.module_of][:3] == ["0", "1", "2"]
+    first = outline.kinds[outline.kind_of[0]]
+    assert (first.op, first.shape, first.dtype) == ("aten.linear.default", (3, 8), "float32")
+    assert first.forward_flops == 2 * 3 * 4 * 8
+    read = {outline.inputs[-1 - number].name for number in outline.reads_of()[0]}
+    assert {"0.weight", "0.bias"} < read
+    assert outline.reads_of()[1] == (0,)
+
+
+def test_a_plan_file_keeps_it(plan: Plan) -> None:
+    assert Plan.from_json(plan.model_dump_json()).outline == plan.outline
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [
+        ("kind_of", "0 1 x", "expected whole numbers"),
+        ("kind_of", "0", "outline.kind_of: 1 numbers for"),
+        ("module_of", "9 9 9 9 9", "outline.module_of: a number is none of outline.modules"),
+        ("read_counts", "1 1 1 1 1", "outline.read_counts: does not divide"),
+        ("names", ["a", "b", "c", "d", "e"], "of the stages is not there"),
+    ],
+)
+def test_damage_is_named(plan: Plan, field: str, value: Any, message: str) -> None:
+    data = json.loads(plan.model_dump_json())
+    data["outline"][field] = value
+    with pytest.raises(PlanError) as error:
+        Plan.from_json(json.dumps(data))
+    assert message in " ".join(error.value.because)
