@@ -32,6 +32,7 @@ COMMANDS = {
     ),
     "show": ("plan_files:show", "Print a plan file.", "PLAN"),
     "diff": ("plan_files:diff", "Print what differs between two plan files.", "PLAN PLAN"),
+    "report": ("report:report", "Draw a plan, or two, as one HTML file.", "PLAN [PLAN] -o FILE"),
     "simulate": ("plan_files:simulate", "Simulate a plan's step and draw its timeline.", "PLAN [OPTIONS]"),
     "verify": ("verify:verify", "Compare a plan with the unpartitioned model.", "PLAN MODEL [OPTIONS]"),
     "run": ("run:run", "Train some steps with a plan.", "PLAN MODEL --steps N [--local] [OPTIONS]"),

@@ -6,9 +6,12 @@ The data, its checks and its file: :class:`partitioner.record.data.PlanData`, wh
 from __future__ import annotations
 
 import shlex
+from os import PathLike
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, overload
 
 from partitioner.record.data import PlanData
+from partitioner.record.file import write_text
 from partitioner.report.diff import diff_plans
 from partitioner.report.launch import launch_of
 from partitioner.report.table import render_plan
@@ -37,6 +40,17 @@ class Plan(PlanData):
     def diff(self, other: PlanData) -> str:
         """Describe what differs between two plans; "" if nothing does."""
         return diff_plans(self, other)
+
+    def report(self, path: str | PathLike[str], *, beside: PlanData | None = None) -> None:
+        """Write the plan as one HTML file with pictures: placement graph, timeline, memory, traffic, what if.
+
+        The file needs nothing else, no network either. ``beside``: another plan to show next to this one.
+        """
+        from partitioner.pictures.data import report_data
+        from partitioner.pictures.page import render_page
+
+        plans = (self,) if beside is None else (self, beside)
+        write_text(Path(path), render_page(report_data(plans)))
 
     def simulate(self) -> Simulation:
         """Rebuild the plan's programs, prove them again, and simulate one training step. Needs no model."""

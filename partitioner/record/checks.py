@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING
 
 from cost_models.memory import OPTIMIZERS
@@ -146,10 +146,12 @@ def _values(plan: PlanFields, world: int) -> Iterator[str]:
 
 def _per_rank(plan: PlanFields, world: int) -> Iterator[str]:
     ranks = {str(rank) for rank in range(world)}
-    for name, table in (
-        ("state_bytes", plan.state_bytes),
-        ("optimizer_seconds", plan.optimizer_seconds),
-        ("prediction.peak_memory_bytes", plan.prediction.peak_memory_bytes),
-    ):
-        for key in sorted(ranks ^ set(table), key=lambda key: (len(key), key)):
+    tables: dict[str, Iterable[str]] = {
+        "state_bytes": plan.state_bytes,
+        "optimizer_seconds": plan.optimizer_seconds,
+        "prediction.peak_memory_bytes": plan.prediction.peak_memory_bytes,
+        **{f"state_parts.{part}": table for part, table in plan.state_parts.items()},
+    }
+    for name, table in tables.items():
+        for key in sorted(ranks.symmetric_difference(table), key=lambda key: (len(key), key)):
             yield f"{name}.{key}: is missing" if key in ranks else f"{name}.{key}: no rank of {world}"

@@ -16,7 +16,7 @@ from cost_models.units import counted, format_bytes, percent
 from partitioner.record.base import package_version
 from partitioner.record.data import PlanT
 from partitioner.record.describe_certificate import describe_certificate
-from partitioner.record.describe_outline import describe_outline
+from partitioner.record.describe_outline import describe_outline, describe_state
 from partitioner.record.describe_sharding import describe_sharding
 from partitioner.record.modules import modules_of_stages
 from partitioner.record.records import (
@@ -89,6 +89,7 @@ def describe(kind: type[PlanT], graph: OpGraph, cluster: ClusterSpec, compiled: 
         values=tuple(_value(compiled, value, sizes[0]) for value in realized.segments.values),
         transfers=_transfers(compiled),
         state_bytes={str(r): size for r, size in enumerate(realized.step.state_bytes)},
+        state_parts=describe_state(realized.state),
         optimizer_seconds={str(r): s for r, s in enumerate(realized.step.optimizer_seconds)},
         attention_backend=compiled.costs.attention_backend,
         prediction=_prediction(graph, cluster, compiled),

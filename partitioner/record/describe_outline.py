@@ -1,8 +1,8 @@
-"""The outline of a model, made from its graph and what its ops cost."""
+"""Records for pictures alone: the outline of a model with what its ops cost, and what devices' state is made of."""
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import sympy
@@ -10,9 +10,12 @@ import torch
 from torch import fx
 
 from cost_models.compute import ComputeDevice
+from cost_models.memory import StateBytes
 from partitioner.record.outline import ModelOutline, OpKind, OutlineInput
+from partitioner.record.records import StatePart
 from passes.costs.costs import GraphCosts
 from passes.graph.graph import GraphInput, OpGraph, tensor_specs
+from passes.shard.words import operands
 from runtime.segment.code import TensorSpec
 
 Key = TypeVar("Key", bound=Hashable)
@@ -22,10 +25,12 @@ def describe_outline(graph: OpGraph, costs: GraphCosts, samples: int, device: Co
     """Write down ``graph`` for pictures. Amounts are of micro-batches of ``samples`` on ``device``."""
     symbols = {**graph.example_sizes, graph.batch.batch_symbol: samples}
     work, seconds = costs.at(samples), costs.seconds(samples, device)
+    exact, sizes = costs.exact(samples), costs.exact(samples).storage_bytes(samples)
     amounts = zip(
         work.forward_flops.tolist(),
         (work.backward_input_flops + work.backward_weight_flops).tolist(),
         work.output_bytes.tolist(),
+        (sum(sizes.get(name, 0) for name in names) for names in exact.saved),
         seconds.forward.tolist(),
         (seconds.backward_input + seconds.backward_weight).tolist(),
         strict=True,
@@ -43,14 +48,16 @@ def describe_outline(graph: OpGraph, costs: GraphCosts, samples: int, device: Co
         kind_of.append(_number(kinds, (str(node.target), shape, dtype, *own)))
         module_of.append(_number(modules, str(node.meta.get("module_path", ""))))
         source_of.append(_number(sources, str(node.meta.get("source", ""))))
-        reads.append([number[source.name] for source in node.all_input_nodes if source.name in number])
+        tensors = operands(node)  # in the order of the needs of a sharded op; sizes behind them
+        others = [source for source in node.all_input_nodes if source not in tensors]
+        reads.append([number[source.name] for source in (*tensors, *others)])
     return ModelOutline(
         modules=tuple(modules),
         sources=tuple(sources),
         kinds=tuple(
             OpKind(op=op, shape=shape, dtype=dtype, forward_flops=forward, backward_flops=backward,
-                   output_bytes=int(size), forward_seconds=there, backward_seconds=back)
-            for op, shape, dtype, forward, backward, size, there, back in kinds
+                   output_bytes=int(size), saved_bytes=int(kept), forward_seconds=there, backward_seconds=back)
+            for op, shape, dtype, forward, backward, size, kept, there, back in kinds
         ),
         inputs=tuple(_input(graph, given, symbols) for given in graph.inputs),
         names=tuple(node.name for node in graph.ops),
@@ -80,3 +87,13 @@ def _input(graph: OpGraph, given: GraphInput, symbols: Mapping[sympy.Symbol, int
     return OutlineInput(
         kind=given.kind, name=given.name, shape=spec.concrete(symbols), size_bytes=spec.size_bytes(symbols)
     )
+
+
+def describe_state(state: Sequence[StateBytes]) -> dict[StatePart, dict[str, int]]:
+    """Return the bytes of each kind of state, by rank."""
+    return {
+        "parameters": {str(rank): own.parameters for rank, own in enumerate(state)},
+        "gradients": {str(rank): own.gradients for rank, own in enumerate(state)},
+        "optimizer": {str(rank): own.optimizer_state + own.owners for rank, own in enumerate(state)},
+        "batch": {str(rank): own.batch for rank, own in enumerate(state)},
+    }

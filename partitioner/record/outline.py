@@ -50,6 +50,7 @@ class OpKind(Record):
     forward_flops: Amount
     backward_flops: Amount
     output_bytes: Natural
+    saved_bytes: Natural = Field(description="that autograd keeps on its account until backward")
     forward_seconds: Amount = Field(description="alone on the cluster's first device")
     backward_seconds: Amount
 
@@ -76,7 +77,8 @@ class ModelOutline(Record):
     source_of: Numbers = Field(description="per op, into sources")
     read_counts: Numbers = Field(description="per op, how many of reads are its own")
     reads: Numbers = Field(
-        description="what each op reads, one op after the other: n is op n, -1 - n is inputs[n]"
+        description="what each op reads, one op after the other, its tensors in the order of its arguments: n is op n, "
+        "-1 - n is inputs[n]"
     )
 
     def reads_of(self) -> list[tuple[int, ...]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal, TypeAlias
 
 from pydantic import Field, PlainSerializer, PlainValidator, WithJsonSchema
 
@@ -45,6 +45,10 @@ PrecisionField = Annotated[
     ),
 ]
 """A :class:`Precision`; in JSON an object of what is fixed, {} for the model's own data types."""
+
+
+StatePart: TypeAlias = Literal["parameters", "gradients", "optimizer", "batch"]
+"""The kinds of what a device holds all through a step; copies of parameters for the update count as the optimizer's."""
 
 
 class ModelInfo(Record):
@@ -229,6 +233,10 @@ class PlanFields(PlanFile):
     transfers: tuple[Transfer, ...] = Field(description="what crosses between devices: the bridges")
     state_bytes: BytesByDevice = Field(
         description="parameters, gradients, optimizer state, its part of the batch, by rank"
+    )
+    state_parts: dict[StatePart, BytesByDevice] = Field(
+        default_factory=dict,
+        description="what state_bytes is made of, for pictures; earlier plans do not say",
     )
     optimizer_seconds: SecondsByDevice = Field(description="time of the optimizer step, by rank")
     attention_backend: str | None = Field(description="which attention the memory prediction assumes")

@@ -72,7 +72,7 @@ def _heading(plan: PlanData) -> str:
             labelled("model", _model_text(plan)),
             labelled(
                 "plan",
-                f"{_strategy(plan)}, {_shape(plan)} on {devices} of {plan.cluster.name}",
+                f"{strategy_text(plan)}, {shape_text(plan)} on {devices} of {plan.cluster.name}",
             ),
             labelled("schedule", schedule),
             *precision_line(plan),
@@ -86,7 +86,7 @@ def _heading(plan: PlanData) -> str:
     )
 
 
-def _strategy(plan: PlanData) -> str:
+def strategy_text(plan: PlanData) -> str:
     """Name the strategy: "layer-wise", "feature-wise", "hybrid"; "free", with the number of ops in blocks."""
     words = STRATEGY_WORDS.get(plan.strategy)
     name = plan.strategy if words is None else words.adverb
@@ -98,7 +98,7 @@ def _is_one_sharded_stage(plan: PlanData) -> bool:
     return len(plan.stages) == 1 and plan.stages[0].sharding is not None
 
 
-def _shape(plan: PlanData) -> str:
+def shape_text(plan: PlanData) -> str:
     """Write "4 stages", "3 stages (2 on mesh 4, 1 on one device)", or the mesh of the only stage if it is sharded."""
     stages = counted(len(plan.stages), "stage")
     meshes = [None if stage.sharding is None else mesh_text(stage.sharding) for stage in plan.stages]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 
 import pytest
@@ -31,6 +32,30 @@ def test_absent_parts_are_left_out(open_page: Opener) -> None:
     opened = open_page.data(report)
     assert opened.page.locator("section.part").count() == 2
     assert "no graph" in opened.page.locator("#graph").inner_text()
+
+
+def test_a_section_that_fails_leaves_the_others_alone(open_page: Opener) -> None:
+    report = made_report()
+    report["plans"][0]["memory"] = {"lanes": [None]}
+    opened = open_page.data(report)
+    assert "could not be drawn" in opened.page.locator("#memory").inner_text()
+    assert opened.page.locator("#what-if .chart").count() == 3
+    assert len(opened.complaints) == 1
+    opened.complaints.clear()
+
+
+def test_a_measured_step_lies_under_the_prediction(open_page: Opener) -> None:
+    report = made_report()
+    timeline = report["plans"][0]["timeline"]
+    timeline["measured"] = {"lanes": copy.deepcopy(timeline["lanes"])}
+    opened = open_page.data(report)
+    assert "as measured" in opened.page.locator("#timeline .legend").inner_text()
+    canvas = opened.page.locator("#timeline canvas")
+    canvas.scroll_into_view_if_needed()
+    box = canvas.bounding_box()
+    assert box is not None
+    opened.page.mouse.move(box["x"] + 140, box["y"] + 68)
+    assert opened.page.locator("#tip").inner_text().startswith("measured: forward")
 
 
 @pytest.mark.parametrize("name", ["small", "large"])
@@ -66,7 +91,7 @@ def test_never_more_than_300_boxes(open_page: Opener) -> None:
     most = opened.page.evaluate(
         """() => {
           let most = 0;
-          for (let i = 0; i < 60; i += 1) {
+          for (let i = 0; i < 40; i += 1) {
             const closed = [...document.querySelectorAll('.box[aria-expanded="false"]')];
             closed[(i * 13) % closed.length].dispatchEvent(new MouseEvent('click', {bubbles: true}));
             most = Math.max(most, document.querySelectorAll('.box').length);

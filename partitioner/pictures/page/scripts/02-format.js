@@ -42,8 +42,10 @@ function formatShare(value) {
   return `${percent > 0 && percent < 0.05 ? '< 0.1' : percent.toFixed(percent < 9.95 ? 1 : 0)} %`;
 }
 
+const counts = new Intl.NumberFormat('en'); // kept: making one takes longer than using it a hundred times
+
 function formatCount(value) {
-  return value.toLocaleString('en');
+  return counts.format(value);
 }
 
 function plural(count, one, many) {

@@ -15,5 +15,9 @@ function startTheme() {
     apply();
   });
   system.addEventListener('change', apply);
+  window.addEventListener('beforeprint', () => {
+    document.documentElement.dataset.theme = 'light'; // paper is white
+  });
+  window.addEventListener('afterprint', apply);
   apply();
 }

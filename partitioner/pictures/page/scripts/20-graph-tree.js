@@ -138,21 +138,22 @@ function stagesOf(box, graph) {
   return box.stages;
 }
 
+const AMOUNTS = [
+  'forward_flops',
+  'backward_flops',
+  'output_bytes',
+  'saved_bytes',
+  'forward_seconds',
+  'backward_seconds',
+];
+
 /** The sums of a box's ops; computed once. */
 function sumsOf(box, graph) {
   if (!box.sums) {
-    const sums = {
-      forward_flops: 0,
-      backward_flops: 0,
-      output_bytes: 0,
-      saved_bytes: 0,
-      forward_seconds: 0,
-      parameters: new Set(),
-    };
+    const sums = {parameters: new Set(), ...Object.fromEntries(AMOUNTS.map((field) => [field, 0]))};
     for (const op of box.ops) {
       const kind = graph.kinds[graph.ops[op][1]];
-      for (const field of ['forward_flops', 'backward_flops', 'output_bytes', 'saved_bytes', 'forward_seconds'])
-        sums[field] += kind[field] || 0;
+      for (const field of AMOUNTS) sums[field] += kind[field] || 0;
       for (const parameter of graph.ops[op][5]) sums.parameters.add(parameter);
     }
     sums.parameter_bytes = [...sums.parameters].reduce((sum, index) => sum + graph.parameters[index].size_bytes, 0);

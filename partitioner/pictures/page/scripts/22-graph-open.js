@@ -72,7 +72,7 @@ function makeOpenBoxes(root) {
 }
 
 /** Open the first boxes for a reader who has just come: the largest modules while the picture stays small. */
-function openFirst(boxes, opened, enough = 14) {
+function openFirst(boxes, opened, enough = 32) {
   opened.openBox(boxes.root);
   for (;;) {
     const next = opened

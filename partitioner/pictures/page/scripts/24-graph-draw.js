@@ -57,7 +57,7 @@ function drawLabel(at, lines) {
     'g',
     {class: 'edge-label', transform: `translate(${at.x - width / 2} ${at.y - height / 2})`},
     svg('rect', {width, height, rx: 4}),
-    lines.map((line, index) => svg('text', {x: 6, y: 14 + index * 15}, line.text)),
+    lines.map((line, index) => svg('text', {x: width / 2, y: 14 + index * 15, 'text-anchor': 'middle'}, line.text)),
   );
 }
 

@@ -75,6 +75,16 @@ function makeCamera(pane, canvas, world, minimap, size) {
     apply();
   };
 
+  window.addEventListener('beforeprint', () => {
+    // Paper has a size of its own: the whole picture, however large the page draws it.
+    canvas.setAttribute('viewBox', `-10 -10 ${size().width + 20} ${size().height + 20}`);
+    world.removeAttribute('transform');
+  });
+  window.addEventListener('afterprint', () => {
+    canvas.removeAttribute('viewBox');
+    apply();
+  });
+
   let drag = null;
   canvas.addEventListener('pointerdown', (event) => {
     drag = {x: event.clientX, y: event.clientY, from: {...view}, moved: false};

@@ -35,6 +35,11 @@ function jump(text, go) {
   return el('button', {type: 'button', class: 'jump', onclick: go}, short(text, 120));
 }
 
+function timeWords(cost) {
+  const forward = `${formatSeconds(cost.forward_seconds)} forward`;
+  return cost.backward_seconds > 0 ? `${forward}, ${formatSeconds(cost.backward_seconds)} backward` : forward;
+}
+
 function opDetails(box, view) {
   const {graph, plan, boxes, choose} = view;
   const [name, kindIndex, stage, source, inputs, parameters, layout] = graph.ops[box.op];
@@ -50,8 +55,8 @@ function opDetails(box, view) {
       ['result', `${kind.shape} ${kind.dtype}, ${formatBytes(kind.output_bytes)}`],
       ['layout', layout >= 0 && graph.layouts[layout]],
       ['arithmetic', `${formatFlops(kind.forward_flops)} forward, ${formatFlops(kind.backward_flops)} backward`],
-      ['time, forward', formatSeconds(kind.forward_seconds)],
-      ['kept for backward', formatBytes(kind.saved_bytes)],
+      ['time', timeWords(kind)],
+      ['kept for backward', kind.saved_bytes > 0 && formatBytes(kind.saved_bytes)],
       ['runs', kind.target && el('code', null, kind.target)],
     ),
     source >= 0 && el('div', null, el('h4', null, 'Source line'), el('pre', null, graph.sources[source])),
@@ -122,8 +127,8 @@ function groupDetails(box, view) {
         sums.parameters.size && `${formatCount(sums.parameters.size)}, ${formatBytes(sums.parameter_bytes)}`,
       ],
       ['arithmetic', `${formatFlops(sums.forward_flops)} forward, ${formatFlops(sums.backward_flops)} backward`],
-      ['time, forward', formatSeconds(sums.forward_seconds)],
-      ['kept for backward', formatBytes(sums.saved_bytes)],
+      ['time', timeWords(sums)],
+      ['kept for backward', sums.saved_bytes > 0 && formatBytes(sums.saved_bytes)],
     ),
     listOf('Bridges inside', bridgeLines(bridges), (line) => line.text),
     el('p', {class: 'muted'}, 'Figures are for one micro-batch.'),

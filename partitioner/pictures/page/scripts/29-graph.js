@@ -6,7 +6,7 @@ function drawPlacement(plan, other) {
     return [el('p', {class: 'note'}, 'This plan file holds no graph of the model, so there is nothing to draw here.')];
   const boxes = makeBoxes(graph);
   const opened = makeOpenBoxes(boxes.root);
-  const differs = other && other.graph && differenceTest(graph, other.graph);
+  const differs = other && other.graph && differenceTest(plan, other);
   openFirst(boxes, opened);
 
   const canvas = svg('svg', {class: 'canvas', 'aria-label': 'Placement graph', role: 'group'});
@@ -192,6 +192,7 @@ function drawPlacement(plan, other) {
       {class: 'muted'},
       'Choose a box to read about it. A click or Enter opens a box, Escape closes it, arrow keys move, + − 0 zoom.',
     ),
+    ...groupDetails(boxes.root, view).filter(Boolean),
   );
   status.textContent = boxCount();
   afterShown(pane, () => camera.fit());
@@ -236,9 +237,12 @@ function bridgeLegend(graph) {
 }
 
 /** Tell of a box whether any of its ops lies on other devices in the other plan. Ops are matched by name. */
-function differenceTest(graph, otherGraph) {
-  const elsewhere = new Map(otherGraph.ops.map((op) => [op[0], op[2]]));
-  const moved = graph.ops.map((op) => elsewhere.has(op[0]) && elsewhere.get(op[0]) !== op[2]);
+function differenceTest(plan, other) {
+  const devices = (where, stage) => (where.stages[stage] ? where.stages[stage].devices : '');
+  const elsewhere = new Map(other.graph.ops.map(([name, , stage]) => [name, devices(other, stage)]));
+  const moved = plan.graph.ops.map(
+    ([name, , stage]) => elsewhere.has(name) && elsewhere.get(name) !== devices(plan, stage),
+  );
   return (box) => {
     if (box.moved === undefined) box.moved = box.ops.some((op) => moved[op]);
     return box.moved;

@@ -11,15 +11,12 @@ const SPAN_WORDS = {
 };
 const TRANSFERS_SHOWN = 400; // more lines at once than that are a grey wall
 
-function drawTimeline(plan) {
+function drawTimeline(plan, other) {
   const timeline = plan.timeline;
   const measured = timeline.measured;
-  const laneHeight = LANE.height + (measured ? LANE.measured + 2 : 0) + LANE.gap;
-  const end = Math.max(
-    timeline.step_seconds,
-    ...timeline.lanes.flatMap((lane) => lane.spans.map((span) => span[1])),
-    ...(measured ? measured.lanes.flatMap((lane) => lane.spans.map((span) => span[1])) : []),
-  );
+  const bar = barHeight(timeline.lanes.length);
+  const laneHeight = bar + (measured ? LANE.measured + 2 : 0) + (bar < 12 ? 2 : LANE.gap);
+  const end = Math.max(endOf(timeline), other && other.timeline ? endOf(other.timeline) : 0); // two plans: one scale
   const critical = new Set(timeline.critical.map(([lane, span]) => `${lane}:${span}`));
   const state = {
     from: 0,
@@ -42,7 +39,7 @@ function drawTimeline(plan) {
     {class: 'status', 'aria-live': 'polite'},
     'Point at a block, or focus the picture and use the arrow keys. + and − zoom, 0 shows the whole step.',
   );
-  const model = {plan, timeline, measured, critical, state, laneHeight, end, height};
+  const model = {plan, bar, timeline, measured, critical, state, laneHeight, end, height};
 
   let waiting = false;
   const paint = () => {
@@ -75,6 +72,7 @@ function drawTimeline(plan) {
 
   new ResizeObserver(paint).observe(canvas);
   window.addEventListener('themechange', paint);
+  window.addEventListener('beforeprint', () => paintTimeline(canvas, model));
   const check = (name, text) =>
     el(
       'label',
@@ -121,6 +119,17 @@ function drawTimeline(plan) {
     timeline.inside.length > 0 && insideTable(timeline),
     tableOnDemand('The timeline as a table', () => timelineTable(timeline)),
   ];
+}
+
+/** The end of everything on a timeline, predicted and measured. */
+function endOf(timeline) {
+  const lanes = [...timeline.lanes, ...(timeline.measured ? timeline.measured.lanes : [])];
+  return lanes.flatMap((lane) => lane.spans).reduce((most, span) => Math.max(most, span[1]), timeline.step_seconds);
+}
+
+/** The height of a lane's blocks: less where there are many lanes, as a canvas cannot be taller than some 30,000 pixels. */
+function barHeight(lanes) {
+  return lanes <= 40 ? LANE.height : lanes <= 120 ? 20 : 8;
 }
 
 function timelineWords(timeline) {

@@ -7,6 +7,7 @@ function timelinePaints() {
   paints.pale = Array.from({length: COLOURS}, (_, index) => computedColour(tint(index)));
   paints.deep = Array.from({length: COLOURS}, (_, index) => computedColour(deepTint(index)));
   paints.rest = computedColour('color-mix(in srgb, var(--strong) 45%, var(--surface))');
+  paints.idle = idlePattern(paints.line);
   return paints;
 }
 
@@ -20,7 +21,7 @@ function paintOf(paints, span, by) {
 }
 
 function paintTimeline(canvas, model) {
-  const {timeline, measured, critical, state, laneHeight, height} = model;
+  const {timeline, measured, critical, state, laneHeight, bar, height} = model;
   const width = canvas.clientWidth;
   if (!width) return;
   const scale = window.devicePixelRatio || 1;
@@ -50,11 +51,11 @@ function paintTimeline(canvas, model) {
     pen.beginPath();
     pen.rect(LANE.left, top - 3, inner + 4, laneHeight);
     pen.clip();
-    paintIdle(pen, paints, x(0), x(timeline.step_seconds), top, LANE.height);
+    paintIdle(pen, paints, x(0), x(timeline.step_seconds), top, bar);
     lane.spans.forEach((span, spanIndex) => {
       if (span[1] < state.from || span[0] > state.to) return;
       const chosen = state.lane === index && state.span === spanIndex;
-      paintSpan(pen, model, span, x, top, LANE.height, {
+      paintSpan(pen, model, span, x, top, bar, {
         critical: state.critical && critical.has(`${index}:${spanIndex}`),
         chosen,
       });
@@ -63,10 +64,10 @@ function paintTimeline(canvas, model) {
     if (below) {
       for (const span of below.spans)
         if (span[1] >= state.from && span[0] <= state.to)
-          paintSpan(pen, model, span, x, top + LANE.height + 2, LANE.measured, {});
+          paintSpan(pen, model, span, x, top + bar + 2, LANE.measured, {});
     }
     pen.restore();
-    paintLaneLabel(pen, paints, lane, top, Boolean(below));
+    if (bar >= 12 || index % 2 === 0) paintLaneLabel(pen, paints, lane, top, bar, Boolean(below));
   });
   if (state.transfers) paintTransfers(pen, model, x, inner);
 }
@@ -93,15 +94,18 @@ function paintAxis(pen, model, width, height, x) {
 function paintIdle(pen, paints, from, to, top, height) {
   pen.fillStyle = paints.surface;
   pen.fillRect(from, top, to - from, height);
-  pen.strokeStyle = paints.line;
+  pen.fillStyle = paints.idle;
+  pen.fillRect(from, top, to - from, height);
+}
+
+/** A tile of slanted lines, for the time in which a lane waits. */
+function idlePattern(line) {
+  const tile = el('canvas', {width: 8, height: 8});
+  const pen = tile.getContext('2d');
+  pen.strokeStyle = line;
   pen.lineWidth = 1;
-  pen.beginPath();
-  const left = Math.max(from, LANE.left);
-  for (let at = left - (left % 8) - height; at < Math.min(to, LANE.left + 4000); at += 8) {
-    pen.moveTo(Math.max(at, from), top + height - Math.max(0, from - at));
-    pen.lineTo(Math.min(at + height, to), top + Math.max(0, at + height - to));
-  }
-  pen.stroke();
+  pen.stroke(new Path2D('M-2 2L2 -2M0 8L8 0M6 10L10 6'));
+  return pen.createPattern(tile, 'repeat');
 }
 
 function paintSpan(pen, model, span, x, top, height, {critical, chosen}) {
@@ -135,21 +139,22 @@ function paintSpan(pen, model, span, x, top, height, {critical, chosen}) {
   }
 }
 
-function paintLaneLabel(pen, paints, lane, top, measured) {
+function paintLaneLabel(pen, paints, lane, top, bar, measured) {
   pen.fillStyle = paints.text;
   pen.textAlign = 'left';
-  pen.font = '600 12px system-ui, "DejaVu Sans", sans-serif';
-  pen.fillText(short(lane.label, 16), 8, top + 11, LANE.left - 14);
+  pen.font = `600 ${bar < 12 ? 10 : 12}px system-ui, "DejaVu Sans", sans-serif`;
+  pen.fillText(short(lane.label, 16), 8, top + Math.min(11, bar / 2), LANE.left - 14);
+  if (bar < 30) return;
   pen.fillStyle = paints.muted;
   pen.font = '11px system-ui, "DejaVu Sans", sans-serif';
   const stages =
     lane.stages.length > 4 ? `${lane.stages[0]}…${lane.stages[lane.stages.length - 1]}` : lane.stages.join(', ');
   if (lane.stages.length) pen.fillText(`${lane.stages.length > 1 ? 'stages' : 'stage'} ${stages}`, 8, top + 26);
-  if (measured) pen.fillText('measured', 8, top + LANE.height + 9);
+  if (measured) pen.fillText('measured', 8, top + bar + 9);
 }
 
 function paintTransfers(pen, model, x, inner) {
-  const {timeline, state, laneHeight, paints} = model;
+  const {timeline, state, laneHeight, bar, paints} = model;
   const seen = timeline.transfers.filter(([start, end]) => end >= state.from && start <= state.to);
   if (seen.length > TRANSFERS_SHOWN * 4) return;
   pen.save();
@@ -159,8 +164,8 @@ function paintTransfers(pen, model, x, inner) {
   pen.globalAlpha = seen.length > TRANSFERS_SHOWN ? 0.35 : 0.8;
   for (const [start, end, from, to, , , gradient] of seen) {
     const down = to > from;
-    const y0 = LANE.top + from * laneHeight + (down ? LANE.height : 0);
-    const y1 = LANE.top + to * laneHeight + (down ? 0 : LANE.height);
+    const y0 = LANE.top + from * laneHeight + (down ? bar : 0);
+    const y1 = LANE.top + to * laneHeight + (down ? 0 : bar);
     const x0 = x(start);
     const x1 = Math.max(x(end), x0 + 1);
     pen.strokeStyle = paints.text;

@@ -8,7 +8,7 @@ function timelineHands(canvas, model, {zoom, pan, whole, paint, status}) {
     if (!timeline.lanes[lane] || !model.time) return null;
     const within = offsetY - LANE.top - lane * laneHeight;
     const time = model.time(offsetX);
-    const isMeasured = model.measured && within > LANE.height;
+    const isMeasured = model.measured && within > model.bar;
     const spans = isMeasured ? (model.measured.lanes[lane] || {spans: []}).spans : timeline.lanes[lane].spans;
     const index = spans.findIndex((span) => span[0] <= time && time <= span[1]);
     return {lane, index, time, isMeasured, spans};

@@ -69,7 +69,7 @@ function trafficMatrix(labels, pairs) {
         svg(
           'text',
           {x: left + index * cell + cell / 2, y: 16, 'text-anchor': named === 1 ? 'middle' : 'start'},
-          shortEnd(label, written ? Math.floor(cell / 6.2) : 9),
+          shortEnd(label.replace(/^ranks? /, ''), written ? Math.floor(cell / 6.2) : 9),
         ),
       );
   });

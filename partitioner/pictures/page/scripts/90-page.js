@@ -75,12 +75,22 @@ function drawSection(section) {
   const plans = report.plans;
   const parts = plans.map((plan, index) => {
     const content = section.has(plan)
-      ? section.draw(plan, twoPlans ? plans[1 - index] : null)
+      ? drawOrExcuse(section, plan, twoPlans ? plans[1 - index] : null)
       : [el('p', {class: 'note'}, 'This plan has nothing to show here.')];
     return el('div', null, twoPlans && planName(plan, index), ...content.filter(Boolean));
   });
   document.getElementById(section.id).append(el('div', {class: `columns${twoPlans ? ' two' : ''}`}, parts));
   runShown();
+}
+
+/** Draw a section; one that fails says so and leaves the others alone. */
+function drawOrExcuse(section, plan, other) {
+  try {
+    return section.draw(plan, other);
+  } catch (error) {
+    console.error(error);
+    return [el('p', {class: 'note'}, `This section could not be drawn: ${error.message}`)];
+  }
 }
 
 function drawDifferences() {

@@ -1,0 +1,151 @@
+"""The data of a report: everything that its page draws of one or two plans, as plain JSON data.
+
+plan ─► simulated step ─► lanes ─► timeline, memory, summary          times in seconds, sizes in bytes
+     └► outline ─► placement graph      └► devices, traffic, what if
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from partitioner.pictures.lanes import Lanes, critical_path, lanes_of
+from partitioner.pictures.memory import memory_data
+from partitioner.pictures.ops import op_graph_data
+from partitioner.pictures.summary import summary_data
+from partitioner.pictures.traffic import device_data, traffic_data
+from partitioner.pictures.what_if import what_if_data
+from partitioner.record.data import PlanData
+from partitioner.record.modules import common_parent, shorten
+from partitioner.record.rebuild import simulate_plan
+from partitioner.report.diff import diff_plans
+from partitioner.report.sharding import devices_text, mesh_text
+from runtime.simulate.simulate import Simulation
+
+MOST_SPANS = 60_000
+"""The most spans of a timeline: a page of more would be larger than 2 MB. Lanes beyond it are left out, and counted."""
+
+
+def report_data(
+    plans: Sequence[PlanData], files: Sequence[str] = (), measured: Simulation | None = None
+) -> dict[str, Any]:
+    """Return the data of a report of one or two plans. ``files``: their names; ``measured``: a step of the first."""
+    names = [*files, *[""] * (len(plans) - len(files))]
+    drawn = [
+        _plan_data(plan, name, measured if number == 0 else None)
+        for number, (plan, name) in enumerate(zip(plans, names, strict=True))
+    ]
+    differences = diff_plans(*plans).splitlines() if len(plans) == 2 else []
+    return {"plans": drawn, "differences": differences}
+
+
+def _plan_data(plan: PlanData, file: str, measured: Simulation | None) -> dict[str, Any]:
+    simulation = simulate_plan(plan)
+    lanes = lanes_of(simulation)
+    return {
+        "title": f"{plan.model.name} on {plan.cluster.name}",
+        "file": file,
+        "made_with": f"partitioner {plan.partitioner_version}",
+        "summary": summary_data(plan, lanes),
+        "stages": _stages(plan),
+        "graph": op_graph_data(plan),
+        "devices": device_data(plan, simulation),
+        "timeline": _timeline(plan, lanes, None if measured is None else lanes_of(measured)),
+        "memory": memory_data(plan, simulation, lanes),
+        "traffic": traffic_data(plan, simulation),
+        "what_if": what_if_data(plan, simulation),
+    }
+
+
+def _stages(plan: PlanData) -> list[dict[str, Any]]:
+    parent = common_parent([stage.modules for stage in plan.stages])
+    return [
+        {
+            "name": f"stage {index}",
+            "devices": devices_text(stage.devices),
+            "ranks": list(stage.devices),
+            "modules": shorten([name.removeprefix(parent) for name in stage.modules], 60),
+            "mesh": None if stage.sharding is None else mesh_text(stage.sharding),
+            "forward_seconds": stage.forward_seconds,
+            "backward_seconds": stage.backward_seconds,
+            "parameter_bytes": stage.parameter_bytes,
+            "in_flight": stage.in_flight,
+        }
+        for index, stage in enumerate(plan.stages)
+    ]
+
+
+def _timeline(plan: PlanData, lanes: Lanes, measured: Lanes | None) -> dict[str, Any]:
+    critical, waits = critical_path(lanes)
+    shown = _shown(lanes)
+    return {
+        "step_seconds": lanes.step_seconds,
+        "lanes": _lanes(lanes, shown),
+        "hidden_lanes": len(lanes.lanes) - shown,
+        "transfers": [
+            [
+                _moment(transfer.start_seconds),
+                _moment(transfer.end_seconds),
+                lanes.lane_of[transfer.message.source],
+                lanes.lane_of[transfer.message.target],
+                transfer.message.value,
+                int(transfer.size_bytes),
+                transfer.message.gradient,
+                transfer.message.microbatch,
+            ]
+            for transfer in lanes.transfers[:MOST_SPANS]
+            if max(lanes.lane_of[transfer.message.source], lanes.lane_of[transfer.message.target]) < shown
+        ],
+        "inside": [
+            {
+                "stage": index,
+                "kind": item.kind.replace("_", "-"),
+                "axis": item.axis,
+                "value": item.value,
+                "seconds": item.seconds,
+                "backward": item.backward,
+                "size_bytes": item.size_bytes,
+            }
+            for index, stage in enumerate(plan.stages)
+            if stage.sharding is not None
+            for item in _largest(stage.sharding.collectives)
+        ],
+        "critical": [[lane, index] for lane, index in critical if lane < shown],
+        "waits": {f"{lane}:{index}": text for (lane, index), text in waits.items() if lane < shown},
+        "measured": None if measured is None else {"lanes": _lanes(measured, _shown(measured))},
+    }
+
+
+def _largest(collectives: Sequence[Any], most: int = 12) -> list[Any]:
+    """Return the collectives that take longest."""
+    return sorted(collectives, key=lambda item: -item.seconds)[:most]
+
+
+def _shown(lanes: Lanes) -> int:
+    """Count the lanes that fit."""
+    spans = 0
+    for number, lane in enumerate(lanes.lanes):
+        spans += len(lane.spans)
+        if spans > MOST_SPANS:
+            return max(number, 1)
+    return len(lanes.lanes)
+
+
+def _lanes(lanes: Lanes, shown: int) -> list[dict[str, Any]]:
+    return [
+        {
+            "label": lane.label,
+            "ranks": list(lane.ranks),
+            "stages": lane.stages,
+            "spans": [
+                [_moment(s.start_seconds), _moment(s.end_seconds), s.letter, s.stage, s.microbatch]
+                for s in lane.spans
+            ],
+        }
+        for lane in lanes.lanes[:shown]
+    ]
+
+
+def _moment(seconds: float) -> float:
+    """Round to six digits: a picture shows no more."""
+    return float(f"{seconds:.6g}")

@@ -1,0 +1,128 @@
+"""The memory of each lane over a step, stacked by what holds it.
+
+    parameters, gradients, optimizer, batch    all through the step, as the plan counts them
+    activations                                of each micro-batch from its forward to its backward
+    recomputed                                 what backward computes again, while it runs
+    values in transit                          the rest: what stages send each other, and gradients of it
+
+These are the rules of ``runtime.simulate.memory``, read off the step's spans; the sum is the simulated curve.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+from cost_models.arrays import FloatArray
+from partitioner.pictures.lanes import Lane, Lanes
+from partitioner.record.data import PlanData
+from partitioner.record.records import Stage
+from runtime.segment.microbatch import microbatch_sizes
+from runtime.simulate.simulate import Simulation
+
+MOST_POINTS = 600
+"""The most moments of a curve: as many as a picture has columns. Between two of them the fullest moment is kept."""
+STATE = ("parameters", "gradients", "optimizer", "batch")
+MOVING = ("activations", "recomputed", "values in transit")
+
+
+def memory_data(plan: PlanData, simulation: Simulation, lanes: Lanes) -> dict[str, Any]:
+    """Return the memory of each lane's first rank as the page draws it."""
+    return {"lanes": [_lane(plan, simulation, lane) for lane in lanes.lanes] if simulation.memory else []}
+
+
+def _lane(plan: PlanData, simulation: Simulation, lane: Lane) -> dict[str, Any]:
+    rank = lane.ranks[0]
+    curve = simulation.memory[rank]
+    # Of several changes at one moment the last one counts, but a peak within it is a peak: all are kept until thinned.
+    seconds, total = curve.seconds, curve.bytes_held
+    saved, again = _activations(plan, lane, seconds), _recomputed(plan, lane, seconds)
+    state = float(plan.state_bytes[str(rank)])
+    parts = {name: float(plan.state_parts[name][str(rank)]) for name in STATE if name in plan.state_parts}
+    kinds: dict[str, FloatArray] = (
+        {name: np.full(len(seconds), size) for name, size in parts.items()}
+        if parts
+        else {"state": np.full(len(seconds), state)}
+    )
+    saved = np.minimum(saved, np.maximum(total - state, 0.0))
+    again = np.minimum(again, np.maximum(total - state - saved, 0.0))
+    kinds |= dict(zip(MOVING, (saved, again, np.maximum(total - state - saved - again, 0.0)), strict=True))
+    peak = int(np.argmax(total))
+    kept = _thinned(total)
+    return {
+        "label": lane.label,
+        "capacity_bytes": plan.cluster.devices[rank].memory_bytes,
+        "kinds": list(kinds),
+        "seconds": [float(f"{moment:.6g}") for moment in seconds[kept].tolist()],
+        "stacks": [[int(size) for size in own[kept].tolist()] for own in kinds.values()],
+        "peak_bytes": int(total[peak]),
+        "peak_at": float(seconds[peak]),
+        "peak_text": _peak_text({name: float(own[peak]) for name, own in kinds.items()}),
+    }
+
+
+def _thinned(total: FloatArray) -> list[int]:
+    """Choose the moments to draw: of each equal piece of the curve the fullest one, and the ends."""
+    if len(total) <= MOST_POINTS:
+        return list(range(len(total)))
+    pieces = np.array_split(np.arange(len(total)), MOST_POINTS - 2)
+    chosen = {int(piece[np.argmax(total[piece])]) for piece in pieces}
+    return sorted({0, len(total) - 1, *chosen})
+
+
+def _activations(plan: PlanData, lane: Lane, seconds: FloatArray) -> FloatArray:
+    """Add up what forwards of the lane's stages have saved at each moment and backwards have not yet freed."""
+    events = []
+    split = {(span.stage, span.microbatch) for span in lane.spans if span.letter == "W"}
+    for scale, stage, span in _computes(plan, lane):
+        deferred = stage.weight_saved_bytes * scale
+        if span.letter == "F":
+            events.append((span.start_seconds, stage.saved_bytes * scale))
+            if not stage.has_backward:
+                events.append((span.end_seconds, -stage.saved_bytes * scale))
+        elif span.letter in "BI":
+            events.append((span.end_seconds, -stage.saved_bytes * scale))
+            if (span.stage, span.microbatch) in split:
+                events.append((span.end_seconds, deferred))
+        elif span.letter == "W":
+            events.append((span.end_seconds, -deferred))
+    return _held(events, seconds)
+
+
+def _recomputed(plan: PlanData, lane: Lane, seconds: FloatArray) -> FloatArray:
+    events = []
+    for scale, stage, span in _computes(plan, lane):
+        if span.letter in "BI" and stage.transient_bytes:
+            events += [
+                (span.start_seconds, stage.transient_bytes * scale),
+                (span.end_seconds, -stage.transient_bytes * scale),
+            ]
+    return _held(events, seconds)
+
+
+def _computes(plan: PlanData, lane: Lane) -> Iterator[tuple[float, Stage, Any]]:
+    """Yield each compute of a lane with its stage, and its micro-batch's share of a full one."""
+    sizes = microbatch_sizes(plan.batch_size, plan.microbatches)
+    for span in lane.spans:
+        if span.stage >= 0:
+            yield sizes[span.microbatch] / sizes[0], plan.stages[span.stage], span
+
+
+def _held(events: Sequence[tuple[float, float]], seconds: FloatArray) -> FloatArray:
+    """Add up changes until each moment."""
+    if not events:
+        return np.zeros(len(seconds))
+    ordered = sorted(events)
+    moments = np.array([moment for moment, _ in ordered])
+    sums = np.concatenate([[0.0], np.cumsum([change for _, change in ordered])])
+    found: FloatArray = np.maximum(sums[np.searchsorted(moments, seconds, side="right")], 0.0)
+    return found
+
+
+def _peak_text(held: dict[str, float]) -> str:
+    """Say what holds the peak: the kinds that make most of it."""
+    whole = sum(held.values()) or 1.0
+    ordered = sorted(held.items(), key=lambda item: -item[1])
+    return ", ".join(f"{name} {size / whole:.0%}" for name, size in ordered if size >= 0.05 * whole)
