@@ -3,21 +3,14 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
-<<<<<<< HEAD
 BROWSER_STAMP := $(VENV)/.installed-browser
-=======
 DOCS_STAMP := $(VENV)/.installed-docs
->>>>>>> 825f9f28a418584d391d733c30ec7acae5f7c458
 export OMP_NUM_THREADS ?= 1
 # Byte code is kept even where the environment says otherwise: the tests start hundreds of processes, and each would
 # compile our sources anew, a second of processor time.
 export PYTHONDONTWRITEBYTECODE :=
 
-<<<<<<< HEAD
-.PHONY: help setup demo test test-all browser lint verify-all odd-models architectures fuzz golden house faults bounds bench predict checkpoint docs wheel clean
-=======
-.PHONY: help setup demo test test-all lint verify-all odd-models architectures fuzz golden house faults bounds bench predict checkpoint generated docs test-docs wheel clean
->>>>>>> 825f9f28a418584d391d733c30ec7acae5f7c458
+.PHONY: help setup demo test test-all browser lint verify-all odd-models architectures fuzz golden house faults bounds bench predict checkpoint generated docs test-docs wheel clean
 
 help:
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 14
