@@ -217,6 +217,7 @@ function stairs(seconds, upper, lower, end, x, y) {
   const back = [];
   seconds.forEach((time, at) => {
     const until = at + 1 < seconds.length ? seconds[at + 1] : Math.max(end, time);
+    if (until === time) return; // of several changes at one moment the last one counts
     there.push(`${x(time).toFixed(1)} ${y(upper[at]).toFixed(1)}L${x(until).toFixed(1)} ${y(upper[at]).toFixed(1)}`);
     back.unshift(`${x(until).toFixed(1)} ${y(lower[at]).toFixed(1)}L${x(time).toFixed(1)} ${y(lower[at]).toFixed(1)}`);
   });
