@@ -184,23 +184,31 @@ function timelineLegend(timeline) {
 }
 
 function insideTable(timeline) {
+  const groups = new Map(); // those of one stage that are alike: one row
+  for (const item of timeline.inside) {
+    const key = [item.stage, item.kind, item.axis, item.backward, item.size_bytes].join('|');
+    const group = groups.get(key) || {...item, count: 0, seconds: 0};
+    group.count += 1;
+    group.seconds += item.seconds;
+    groups.set(key, group);
+  }
   return el(
     'div',
     null,
     el('h3', null, 'Collectives inside of the computations'),
     table(
       'Those that take longest, per micro-batch: part of the blocks above',
-      ['stage', 'kind', 'along', 'of', 'during', 'bytes', 'takes'],
-      timeline.inside.map((item) => [
+      ['stage', 'kind', 'along', 'during', 'times', 'bytes each', 'take'],
+      [...groups.values()].map((item) => [
         el('span', null, badge(item.stage), ` stage ${item.stage}`),
         item.kind,
         item.axis || '–',
-        short(item.value || '–', 60),
         item.backward ? 'backward' : 'forward',
+        formatCount(item.count),
         formatBytes(item.size_bytes),
         formatSeconds(item.seconds),
       ]),
-      [5, 6],
+      [4, 5, 6],
     ),
   );
 }
