@@ -33,6 +33,7 @@ from cost_models.errors import ClusterError
 from cost_models.links import Link, Path
 from cost_models.presets import DEVICE_LINKS, DEVICES, MACHINE_NETWORKS, MACHINES
 from cost_models.rates import MeasuredRates, with_rates
+from cost_models.shown import as_html
 from cost_models.topology import NodeWiring, Topology
 from cost_models.units import format_bandwidth, format_bytes, format_flops_rate, format_seconds, parse_bytes
 
@@ -330,6 +331,9 @@ class ClusterSpec(Section):
 
     def __str__(self) -> str:
         return self.name
+
+    def _repr_html_(self) -> str:
+        return as_html(self.describe())
 
 
 def _path_text(path: Path) -> str:

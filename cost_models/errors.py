@@ -6,8 +6,11 @@ The command line prints them as ``error[kind]: what`` / ``because:`` / ``try:`` 
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Sequence
 from typing import ClassVar
+
+from cost_models.shown import as_html, printable
 
 
 class PartitionerError(Exception):
@@ -32,6 +35,13 @@ class PartitionerError(Exception):
         lines += [f"  because: {reason}" for reason in self.because]
         lines += [f"  try: {suggestion}" for suggestion in self.suggestions]
         return "\n".join(lines)
+
+    def _repr_html_(self) -> str:
+        return as_html(self.render())
+
+    def _render_traceback_(self) -> list[str]:
+        """Say it to IPython, which shows this instead of a traceback."""
+        return printable(self.render()).splitlines()
 
     def __reduce__(self) -> tuple[type[PartitionerError], tuple[str, tuple[str, ...], tuple[str, ...]]]:
         return type(self), (self.what, self.because, self.suggestions)
@@ -113,6 +123,10 @@ class VerificationError(PartitionerError):
 
 class InternalError(PartitionerError):
     """A compiler invariant does not hold: a bug of ours. Names the pass or rule that found it."""
+
+    def _render_traceback_(self) -> list[str]:
+        """Show IPython's users the whole traceback: it is needed to mend the bug."""
+        return printable("".join(traceback.format_exception(self))).splitlines()
 
 
 class DeadlockError(InternalError):

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from partitioner.api import partition
     from partitioner.deploy_together import deploy
     from partitioner.engine.callbacks import Callback
-    from partitioner.engine.loggers import CsvLogger, LineLogger, TensorBoardLogger
+    from partitioner.engine.loggers import CsvLogger, LineLogger, TensorBoardLogger, WandbLogger
     from partitioner.models.as_graph import trace
     from partitioner.models.workload import Workload
     from partitioner.plan import Plan
@@ -66,6 +66,7 @@ __all__ = [
     "UsageError",
     "VerificationError",
     "VerifyReport",
+    "WandbLogger",
     "Workload",
     "deploy",
     "is_checkpoint",
@@ -84,6 +85,7 @@ _MODULES = {
     "Precision": "cost_models.precision",
     "TensorBoardLogger": "partitioner.engine.loggers",
     "VerifyReport": "partitioner.verify.verify",
+    "WandbLogger": "partitioner.engine.loggers",
     "Workload": "partitioner.models.workload",
     "deploy": "partitioner.deploy_together",
     "is_checkpoint": "runtime.checkpoint.directory",

@@ -22,6 +22,7 @@ import cyclopts
 from cost_models.errors import InternalError, PartitionerError, UsageError
 from partitioner.commands import plan_graph
 from partitioner.commands.options import discard_stdout, progress, report
+from partitioner.doctor.facts import version_text
 from runtime.collector import collector_paused
 
 COMMANDS = {
@@ -47,6 +48,7 @@ COMMANDS = {
         "Say what else an op or parameter could have been, and what that costs.",
         "PLAN NAME [--model MODEL] [OPTIONS]",
     ),
+    "doctor": ("doctor:doctor", "Say what is on this machine, and what will not work on it.", "[OPTIONS]"),
 }
 """Commands by name: where each lives, what the overview says of it, how it is called. Imported only when called."""
 
@@ -63,6 +65,7 @@ app = cyclopts.App(
     help="Plan, prove, verify and run model-parallel training.",
     help_epilogue=EPILOGUE,
     help_format="markdown",
+    version=version_text,
     version_flags=["--version"],
     default_parameter=cyclopts.Parameter(negative=()),
     result_action="return_value",
@@ -76,6 +79,9 @@ for _position, (_name, (_place, _help, _usage)) in enumerate(COMMANDS.items()):
         help_epilogue="",
         sort_key=_position,
     )
+app.register_install_completion_command(
+    help="Complete commands and options in this shell: bash, zsh or fish."
+)
 app.command(plan_graph.plan, name=plan_graph.NAME, show=False, usage=plan_graph.USAGE, help_epilogue="")
 
 
@@ -141,7 +147,7 @@ def _import_command(arguments: Sequence[str]) -> None:
     name = next((argument for argument in arguments if not argument.startswith("-")), None)
     if name in COMMANDS:
         # The collector would walk all of torch's objects again and again.
-        with progress("importing torch"), collector_paused():
+        with progress("importing torch", quiet="--quiet" in arguments), collector_paused():
             import_module(f"partitioner.commands.{COMMANDS[name][0].partition(':')[0]}")
 
 

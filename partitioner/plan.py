@@ -10,11 +10,12 @@ from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, overload
 
+from cost_models.shown import as_html
 from partitioner.record.data import PlanData
 from partitioner.record.file import write_text
 from partitioner.report.diff import diff_plans
 from partitioner.report.launch import launch_of
-from partitioner.report.table import render_plan
+from partitioner.report.table import render_plan, summary_rows
 
 if TYPE_CHECKING:
     from partitioner.engine.engine import Engine
@@ -31,6 +32,9 @@ class Plan(PlanData):
 
     def __str__(self) -> str:
         return render_plan(self)
+
+    def _repr_html_(self) -> str:
+        return as_html(str(self), summary_rows(self))
 
     def launch_command(self, model: str = "MODEL", plan_file: str = "plan.json", steps: int = 10) -> str:
         """Return the torchrun command(s) that run the plan: one line per node."""

@@ -4,7 +4,14 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from partitioner.commands.options import NOTHING_GIVEN, JsonFlag, PlannedModelOptions, emit, progress
+from partitioner.commands.options import (
+    NOTHING_GIVEN,
+    JsonFlag,
+    PlannedModelOptions,
+    QuietFlag,
+    emit,
+    progress,
+)
 from partitioner.explain.explain import explain_plan
 from partitioner.explain.graph_of_plan import graph_of
 from partitioner.plan import Plan
@@ -17,6 +24,7 @@ def explain(
     *,
     model: str | None = None,
     model_options: PlannedModelOptions = NOTHING_GIVEN,
+    quiet: QuietFlag = False,
     json: JsonFlag = False,
 ) -> int:
     """Say which other layouts or devices an op, parameter or input could have, what each costs, and why it has its own.
@@ -30,6 +38,8 @@ def explain(
     model
         The plan's model, as for `partitioner plan`. Feature-wise plans need it; others for parameters,
         modules and other devices.
+    quiet
+        Say nothing on stderr but errors.
     json
         Print one JSON object.
     """
@@ -37,10 +47,10 @@ def explain(
     loaded = Plan.load(plan)
     graph = None
     if model is not None:
-        with progress(f"tracing {model}"):
+        with progress(f"tracing {model}", quiet=quiet):
             workload = model_options.load(model)
             graph = graph_of(loaded, workload, f"explain {name}", dims)
-    with progress(f"explaining {name}"):
+    with progress(f"explaining {name}", quiet=quiet):
         found = explain_plan(loaded, name, graph, {})
     emit(found, found.to_dict(), json)
     return 0

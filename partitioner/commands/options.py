@@ -9,7 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, redirect_stdout
+from contextlib import AbstractContextManager, contextmanager, nullcontext, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -17,8 +17,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 from cyclopts import Parameter
 
 from cost_models.errors import PartitionerError, UsageError
+from cost_models.shown import printable
 from partitioner.report.terminal import coloured, terminal_width
-from partitioner.report.text import printable, text_within
+from partitioner.report.text import text_within
 from passes.progress import is_watched, report_phase
 
 if TYPE_CHECKING:  # these import torch, which takes seconds
@@ -99,17 +100,33 @@ NOTHING_GIVEN = PlannedModelOptions()
 
 @contextmanager
 def progress(what: str, *, quiet: bool = False) -> Iterator[None]:
-    """Say on stderr what is being done, if it takes more than a second, and how long it took.
+    """Say on stderr what is being done: in a live line on a terminal, elsewhere once it takes more than a second.
 
-    The prints of the work (of a user's factory, a library, a worker process) go to stderr: stdout is data. Where a live
-    line is shown, that says it instead.
+    The prints of the work (of a user's factory, a library, a worker process) go to stderr: stdout is data.
     """
+    quiet = quiet or os.environ.get("RANK", "0") != "0"  # under torchrun, one voice is enough
+    with _live_line(quiet):
+        if is_watched():
+            report_phase(what)
+            with _stdout_to_stderr():
+                yield
+        else:
+            with _told_late(what, quiet):
+                yield
+
+
+def _live_line(quiet: bool) -> AbstractContextManager[None]:
+    if quiet or is_watched() or not sys.stderr.isatty():
+        return nullcontext()
+    from partitioner.report.live import live_line  # it imports rich
+
+    return live_line()
+
+
+@contextmanager
+def _told_late(what: str, quiet: bool) -> Iterator[None]:
+    """Say what is being done if it takes more than a second, and at its end how long it took."""
     started = time.monotonic()
-    if is_watched():
-        report_phase(what)
-        with _stdout_to_stderr():
-            yield
-        return
     said = threading.Event()
     stderr = sys.stderr  # the work may redirect it for itself
 
@@ -119,7 +136,7 @@ def progress(what: str, *, quiet: bool = False) -> Iterator[None]:
 
     timer = threading.Timer(SECONDS_BEFORE_PROGRESS, say)
     timer.daemon = True
-    if not quiet and os.environ.get("RANK", "0") == "0":  # under torchrun, one voice is enough
+    if not quiet:
         timer.start()
     outcome = "stopped"
     try:

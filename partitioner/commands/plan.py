@@ -20,6 +20,7 @@ from partitioner.commands.options import (
     Dims,
     JsonFlag,
     ModelOptions,
+    QuietFlag,
     WholeNumber,
     block_sizes,
     check_output,
@@ -72,7 +73,7 @@ def plan(
     model_options: ModelOptions = NOTHING_GIVEN,
     output: Annotated[Path | None, Parameter(name=["--output", "-o"])] = None,
     timings: Annotated[bool, Parameter(negative=(), show_default=False)] = False,
-    quiet: Annotated[bool, Parameter(negative=(), show_default=False)] = False,
+    quiet: QuietFlag = False,
     json: JsonFlag = False,
 ) -> int:
     """Plan how MODEL trains on a cluster.

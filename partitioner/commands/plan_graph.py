@@ -11,7 +11,15 @@ from cyclopts import Parameter
 
 from cost_models.errors import TimeLimitError, UsageError
 from cost_models.units import percent
-from partitioner.commands.options import JsonFlag, WholeNumber, check_output, emit, progress, report
+from partitioner.commands.options import (
+    JsonFlag,
+    QuietFlag,
+    WholeNumber,
+    check_output,
+    emit,
+    progress,
+    report,
+)
 from partitioner.cost_graphs.plan import GraphStrategy, check_options, plan_graph
 from partitioner.cost_graphs.plan_layouts import plan_feature_wise
 from partitioner.cost_graphs.read import read_graph
@@ -43,6 +51,7 @@ def plan(
     cluster: Annotated[str | None, Parameter(show=False)] = None,
     batch_size: Annotated[str | None, Parameter(show=False)] = None,
     output: Annotated[Path | None, Parameter(name=["--output", "-o"])] = None,
+    quiet: QuietFlag = False,
     json: JsonFlag = False,
 ) -> int:
     """Place the nodes of a cost graph on accelerators and CPUs.
@@ -65,6 +74,8 @@ def plan(
         Seconds for the search; the best placement so far is kept.
     output
         The file to write the plan to; without it nothing is written.
+    quiet
+        Say nothing on stderr but errors.
     json
         Print one JSON object: the plan.
     """
@@ -87,9 +98,9 @@ def plan(
         )
     check_options(contiguous, objective, time_limit, strategy)
     check_output(output)
-    with progress(f"reading {graph}"):
+    with progress(f"reading {graph}", quiet=quiet):
         read = read_graph(graph, devices=devices, bytes_per_second=bandwidth)
-    with progress("searching"):
+    with progress("searching", quiet=quiet):
         if strategy == "feature":
             made = plan_feature_wise(read, time_limit)
         else:

@@ -18,6 +18,7 @@ from partitioner.commands.options import (
     JsonFlag,
     ModelOptions,
     PlannedModelOptions,
+    QuietFlag,
     WholeNumber,
     emit,
     progress,
@@ -42,6 +43,7 @@ def run(
     seed: WholeNumber = 0,
     timeout: float = 30.0,
     model_options: PlannedModelOptions = NOTHING_GIVEN,
+    quiet: QuietFlag = False,
     json: JsonFlag = False,
 ) -> int:
     """Train for some steps on the model's example batch, grown to the plan's batch size.
@@ -64,6 +66,8 @@ def run(
         Seconds a rank waits for another before it ends with an error that names it.
     model_options.dtype
         Data type of a bundled or hf: model.
+    quiet
+        Say nothing on stderr but errors.
     json
         Print one JSON object.
     """
@@ -80,7 +84,9 @@ def run(
     settings(model_options.set_)  # refused before any rank starts
     arguments = loaded.model_dump_json(), model, model_options, steps, deploying
     if local:
-        with progress(f"running {counted(steps, 'step')} on {counted(loaded.world_size, 'local process')}"):
+        with progress(
+            f"running {counted(steps, 'step')} on {counted(loaded.world_size, 'local process')}", quiet=quiet
+        ):
             result = _run_locally(loaded.world_size, arguments)
     elif os.environ.get("WORLD_SIZE") != str(loaded.world_size):
         launch = loaded.launch_command(model, str(plan), steps).splitlines()
@@ -92,7 +98,7 @@ def run(
             suggestions=["add --local, to run on CPU workers of this machine", *launch],
         )
     else:
-        with progress(f"running {counted(steps, 'step')}"):
+        with progress(f"running {counted(steps, 'step')}", quiet=quiet):
             result = train(*arguments)
         if int(os.environ["RANK"]) != 0:
             return 0

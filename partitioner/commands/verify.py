@@ -11,7 +11,14 @@ from cyclopts import Parameter
 
 from cost_models.errors import UsageError
 from cost_models.units import counted
-from partitioner.commands.options import NOTHING_GIVEN, JsonFlag, PlannedModelOptions, emit, progress
+from partitioner.commands.options import (
+    NOTHING_GIVEN,
+    JsonFlag,
+    PlannedModelOptions,
+    QuietFlag,
+    emit,
+    progress,
+)
 from partitioner.plan import Plan
 from partitioner.verify.train import verify_training
 from partitioner.verify.verify import verify_plan
@@ -25,6 +32,7 @@ def verify(
     model_options: PlannedModelOptions = NOTHING_GIVEN,
     timeout: float = 300.0,
     train: Annotated[bool, Parameter(negative=())] = False,
+    quiet: QuietFlag = False,
     json: JsonFlag = False,
 ) -> int:
     """Run a plan on local CPU processes in float64 and compare every number with the unpartitioned model.
@@ -42,6 +50,8 @@ def verify(
     train
         Deploy the plan and train a few steps instead, as a script would: loader, clipping, scheduler, save, resume, resume
         under another plan, the plan's precision; beside a plain loop over the model.
+    quiet
+        Say nothing on stderr but errors.
     json
         Print one JSON object.
     """
@@ -51,9 +61,12 @@ def verify(
         )
     dims = model_options.dims()
     loaded = Plan.load(plan)
-    with progress(f"loading {model}"):
+    with progress(f"loading {model}", quiet=quiet):
         workload = model_options.load(model)
-    with progress(f"{'training' if train else 'verifying'} on {counted(loaded.world_size, 'local process')}"):
+    with progress(
+        f"{'training' if train else 'verifying'} on {counted(loaded.world_size, 'local process')}",
+        quiet=quiet,
+    ):
         options = {"timeout_seconds": timeout, **dims}
         report = (
             verify_training(loaded, workload, source=partial(model_options.load, model), **options)

@@ -14,11 +14,12 @@ from typing import ClassVar, Literal, get_args
 from pydantic import Field, model_validator
 
 from cost_models.errors import UsageError
+from cost_models.shown import printable
 from cost_models.units import counted, percent
 from partitioner.cost_graphs.read import GraphFormat, ReadGraph
 from partitioner.record.base import Amount, CertificateRecord, Natural, Record, package_version
 from partitioner.record.file import PlanFile, read_text
-from partitioner.report.text import columns, labelled, printable
+from partitioner.report.text import columns, labelled
 from passes.search.cost_graph.contiguous import place_contiguous
 from passes.search.cost_graph.graph import evaluate, named
 from passes.search.cost_graph.latency import place_for_latency

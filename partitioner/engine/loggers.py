@@ -1,4 +1,4 @@
-"""Loggers: a CSV file, TensorBoard, lines for the console. Rank 0 writes, the others do nothing.
+"""Loggers: a CSV file, TensorBoard, Weights & Biases, lines for the console. Rank 0 writes, the others do nothing.
 
     step   loss     grad_norm  lr       step_seconds  between_seconds  samples_per_second  ...  metric/accuracy
     10     2.3012   0.91       0.0003   0.212         0.004            37.7                     0.12
@@ -13,6 +13,7 @@ import csv
 import logging
 import os
 from collections.abc import Sequence
+from importlib import import_module
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, Protocol
 
@@ -108,20 +109,84 @@ class TensorBoardLogger(StepLogger):
             raise UsageError("rank 0 logs to TensorBoard, and was given no writer")
 
     def write(self, step: int, row: Row) -> None:
-        for name, value in row.items():
-            self._scalar(f"train/{name.removeprefix('metric/')}", value, step)
+        self._scalars("train", step, row)
 
     def write_evaluation(self, step: int, row: Row) -> None:
-        for name, value in row.items():
-            self._scalar(f"eval/{name.removeprefix('metric/')}", value, step)
+        self._scalars("eval", step, row)
 
     def on_close(self, engine: Engine) -> None:
         if engine.state.rank == 0 and self._writer is not None:
             self._writer.flush()
 
-    def _scalar(self, tag: str, value: float | None, step: int) -> None:
-        if value is not None and self._writer is not None:
-            self._writer.add_scalar(tag, value, step)
+    def _scalars(self, kind: str, step: int, row: Row) -> None:
+        for tag, value in _tagged(kind, row).items():
+            if self._writer is not None:
+                self._writer.add_scalar(tag, value, step)
+
+
+class WandbLogger(StepLogger):
+    """Logs ``train/…`` and ``eval/…`` to Weights & Biases, with the plan's facts as the run's configuration.
+
+    ``options``: those of ``wandb.init``, such as ``project="llms"``, for a run that rank 0 starts, and finishes at the end.
+    Where a run of yours is under way (``wandb.run``), it is used and left open. Other ranks import nothing.
+    """
+
+    def __init__(self, every: int = 1, **options: Any) -> None:
+        super().__init__(every)
+        self._options = options
+        self._run: Any = None
+        self._own = False
+
+    def on_train_start(self, engine: Engine) -> None:
+        super().on_train_start(engine)
+        if engine.state.rank != 0 or self._run is not None:
+            return
+        try:
+            wandb = import_module("wandb")
+        except ImportError as error:
+            raise UsageError(
+                "cannot log to Weights & Biases", ["wandb is not installed"], ["pip install wandb"]
+            ) from error
+        self._own = wandb.run is None
+        self._run = wandb.init(**self._options) if self._own else wandb.run
+        self._run.config.update({"plan": _facts(engine)}, allow_val_change=True)
+
+    def write(self, step: int, row: Row) -> None:
+        self._log("train", step, row)
+
+    def write_evaluation(self, step: int, row: Row) -> None:
+        self._log("eval", step, row)
+
+    def on_close(self, engine: Engine) -> None:
+        if self._run is not None and self._own:
+            self._run.finish()
+        self._run = None
+
+    def _log(self, kind: str, step: int, row: Row) -> None:
+        # Not as wandb's own step: it refuses numbers below the last one, and a run may be resumed from a checkpoint.
+        if self._run is not None:
+            self._run.log({**_tagged(kind, row), f"{kind}/step": step})
+
+
+def _facts(engine: Engine) -> dict[str, Any]:
+    """Return what tells a run's plan from others."""
+    plan = engine.plan
+    return {
+        "model": plan.model.name,
+        "strategy": plan.strategy,
+        "schedule": plan.schedule,
+        "devices": plan.world_size,
+        "stages": len(plan.stages),
+        "batch_size": plan.batch_size,
+        "microbatches": plan.microbatches,
+        "predicted_step_seconds": plan.prediction.step_seconds,
+    }
+
+
+def _tagged(kind: str, row: Row) -> dict[str, float]:
+    """Name the numbers that exist "train/loss", "eval/accuracy"."""
+    found = {f"{kind}/{name.removeprefix('metric/')}": value for name, value in row.items()}
+    return {tag: value for tag, value in found.items() if value is not None}
 
 
 class LineLogger(StepLogger):

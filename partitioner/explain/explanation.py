@@ -6,8 +6,9 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from cost_models.shown import ShownInNotebooks, printable
 from cost_models.units import format_bytes, format_seconds
-from partitioner.report.text import columns, labelled, printable
+from partitioner.report.text import columns, labelled
 from passes.search.explain import Way
 
 MOST_WAYS = 20
@@ -15,7 +16,7 @@ MOST_WAYS = 20
 
 
 @dataclass(frozen=True)
-class Explanation:
+class Explanation(ShownInNotebooks):
     """``str()`` is what the command prints. ``ways``: cheapest first; none for layer-wise plans, which fix nothing but the
     stage. ``facts``: label and text, why among them."""
 

@@ -23,11 +23,11 @@ import torch
 from torch import fx
 
 from cost_models.errors import UsageError
+from cost_models.shown import printable
 from cost_models.units import counted
 from partitioner.explain.graph_of_plan import graph_of
 from partitioner.record.rebuild import plan_code
 from partitioner.report.sharding import devices_text, mesh_text, ranks_text
-from partitioner.report.text import printable
 from passes.graph.graph import OpGraph, tensor_specs
 from passes.lower.placed_graph import PlacedGraph
 from passes.shard.words import placements_text

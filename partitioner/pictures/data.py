@@ -96,29 +96,24 @@ def _timeline(plan: PlanData, lanes: Lanes, measured: Lanes | None) -> dict[str,
             for transfer in lanes.transfers[:MOST_SPANS]
             if max(lanes.lane_of[transfer.message.source], lanes.lane_of[transfer.message.target]) < shown
         ],
-        "inside": [
-            {
-                "stage": index,
-                "kind": item.kind.replace("_", "-"),
-                "axis": item.axis,
-                "value": item.value,
-                "seconds": item.seconds,
-                "backward": item.backward,
-                "size_bytes": item.size_bytes,
-            }
-            for index, stage in enumerate(plan.stages)
-            if stage.sharding is not None
-            for item in _largest(stage.sharding.collectives)
-        ],
+        "inside": [row for index in range(len(plan.stages)) for row in _inside(plan, index)],
         "critical": [[lane, index] for lane, index in critical if lane < shown],
         "waits": {f"{lane}:{index}": text for (lane, index), text in waits.items() if lane < shown},
         "measured": None if measured is None else {"lanes": _lanes(measured, _shown(measured))},
     }
 
 
-def _largest(collectives: Sequence[Any], most: int = 12) -> list[Any]:
-    """Return the collectives that take longest."""
-    return sorted(collectives, key=lambda item: -item.seconds)[:most]
+def _inside(plan: PlanData, index: int) -> list[dict[str, Any]]:
+    """Sum up the collectives inside a stage's computes, per micro-batch, by kind and axis."""
+    sharding = plan.stages[index].sharding
+    found: dict[tuple[str, str], dict[str, Any]] = {}
+    for item in () if sharding is None else sharding.collectives:
+        kind = item.kind.replace("_", "-")
+        new = {"stage": index, "kind": kind, "axis": item.axis, "forward": 0.0, "backward": 0.0, "count": 0}
+        row = found.setdefault((kind, item.axis), new)
+        row["backward" if item.backward else "forward"] += item.seconds
+        row["count"] += 1
+    return sorted(found.values(), key=lambda row: -row["forward"] - row["backward"])
 
 
 def _shown(lanes: Lanes) -> int:

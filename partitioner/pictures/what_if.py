@@ -24,7 +24,7 @@ LINKS = (0.5, 2.0)
 BATCHES = (0.5, 2.0)
 COPIES = (2, 4, 8)
 MEMORY = (0.5, 0.75, 1.5, 2.0)
-"""The factors that are tried beside 1, enough for the direction of a curve. Those of links and batches cost a simulation."""
+"""The factors that are tried beside 1, enough for a curve's direction. Those of links and batches cost a simulation."""
 MOST_COMPUTES = 200_000
 """The most computes of a step that is simulated again: more would take longer than a report should."""
 

@@ -19,6 +19,7 @@ from pydantic import ValidationError
 
 from cost_models.cluster_file import key_path
 from cost_models.errors import PlanError
+from cost_models.shown import ShownInNotebooks
 from cost_models.units import show
 from partitioner.record.base import Record
 from partitioner.record.upgrade import Upgrade
@@ -34,7 +35,7 @@ ANEW = "make the plan anew with `partitioner plan … -o plan.json`"
 GIVE_PLAN = "give the file that `partitioner plan … -o plan.json` wrote"
 
 
-class PlanFile(Record):
+class PlanFile(ShownInNotebooks, Record):
     """A record with a file of its own."""
 
     _called: ClassVar[str] = "plan"

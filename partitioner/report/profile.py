@@ -7,8 +7,9 @@ from collections.abc import Callable
 from dataclasses import astuple, dataclass
 from pathlib import Path
 
+from cost_models.shown import ShownInNotebooks, printable
 from cost_models.units import counted, format_bytes, format_seconds, percent
-from partitioner.report.text import columns, labelled, printable, rate_text
+from partitioner.report.text import columns, labelled, rate_text
 from runtime.measure.measured_step import RankTimes
 from runtime.program.program import Backward, BackwardInput, BackwardWeight, Compute, Forward
 from runtime.simulate.simulate import Simulation
@@ -33,7 +34,7 @@ class TrainingRates:
 
 
 @dataclass(frozen=True)
-class Profile:
+class Profile(ShownInNotebooks):
     """Measured steps of an engine, and the plan's prediction. Sequences are per rank."""
 
     model: str

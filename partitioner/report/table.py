@@ -10,10 +10,11 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from cost_models.precision import NAMES, WORDS, ParameterPrecision
+from cost_models.shown import printable
 from cost_models.units import counted, format_bytes, format_seconds, percent
 from partitioner.record.modules import common_parent, compress, shorten
 from partitioner.report.sharding import communication_share, mesh_text, ranks_text, sharding_sections
-from partitioner.report.text import columns, labelled, printable, rate_text, text_width
+from partitioner.report.text import columns, labelled, rate_text, text_width
 from passes.search.words import BY_HAND, STRATEGY_WORDS
 from passes.split.values import block_name
 
@@ -47,14 +48,7 @@ def _model_text(plan: PlanData) -> str:
 
 def _heading(plan: PlanData) -> str:
     p = plan.prediction
-    ranks = sorted({rank for stage in plan.stages for rank in stage.devices})
-    world = plan.cluster.world_size
-    devices = (
-        counted(world, "device") if len(ranks) == world else f"{len(ranks)} of {counted(world, 'device')}"
-    )
-    rates = [f"{format_seconds(p.step_seconds)} a step", f"{rate_text(p.samples_per_second)} samples/s"]
-    rates += [f"{rate_text(p.tokens_per_second)} tokens/s"] if p.tokens_per_second is not None else []
-    rates += [f"MFU {percent(p.mfu)}"] if p.mfu is not None else []
+    rates = [f"{format_seconds(p.step_seconds)} a step", *_rates(plan)]
     whole = _is_one_sharded_stage(plan)
     rates += [] if whole else [f"bubble {percent(p.bubble_fraction)}"]
     shared = any(stage.sharding is not None for stage in plan.stages)
@@ -70,10 +64,7 @@ def _heading(plan: PlanData) -> str:
     return "\n".join(
         [
             labelled("model", _model_text(plan)),
-            labelled(
-                "plan",
-                f"{strategy_text(plan)}, {shape_text(plan)} on {devices} of {plan.cluster.name}",
-            ),
+            labelled("plan", _placed(plan)),
             labelled("schedule", schedule),
             *precision_line(plan),
             *recompute_line(plan),
@@ -81,9 +72,38 @@ def _heading(plan: PlanData) -> str:
             *_reduction_line(plan),
             labelled("predicted", f"{', '.join(rates)} (from {p.confidence})"),
             labelled("sent", sent if ways else "nothing"),
-            labelled("budgeted", f"{', '.join(assumed)}; {_memory(plan, ranks)}"),
+            labelled("budgeted", f"{', '.join(assumed)}; {_memory(plan)}"),
         ]
     )
+
+
+def summary_rows(plan: PlanData) -> list[tuple[str, str]]:
+    """Return the few facts that one looks for first, by name: for a notebook, above the text."""
+    return [
+        ("model", _model_text(plan)),
+        ("plan", _placed(plan)),
+        ("step", format_seconds(plan.prediction.step_seconds)),
+        ("throughput", ", ".join(_rates(plan))),
+        ("memory", _memory(plan)),
+    ]
+
+
+def _used_ranks(plan: PlanData) -> list[int]:
+    return sorted({rank for stage in plan.stages for rank in stage.devices})
+
+
+def _rates(plan: PlanData) -> list[str]:
+    p = plan.prediction
+    rates = [f"{rate_text(p.samples_per_second)} samples/s"]
+    rates += [f"{rate_text(p.tokens_per_second)} tokens/s"] if p.tokens_per_second is not None else []
+    return [*rates, f"MFU {percent(p.mfu)}"] if p.mfu is not None else rates
+
+
+def _placed(plan: PlanData) -> str:
+    """Write "layer-wise, 4 stages on 4 of 8 devices of dgx-h100:1"."""
+    used, world = len(_used_ranks(plan)), plan.cluster.world_size
+    devices = counted(world, "device") if used == world else f"{used} of {counted(world, 'device')}"
+    return f"{strategy_text(plan)}, {shape_text(plan)} on {devices} of {plan.cluster.name}"
 
 
 def strategy_text(plan: PlanData) -> str:
@@ -159,8 +179,9 @@ def blocks_line(plan: PlanData) -> list[str]:
     return [labelled("in blocks", "; ".join([*texts[:MOST_BLOCKS], *more]))] if texts else []
 
 
-def _memory(plan: PlanData, ranks: list[int]) -> str:
+def _memory(plan: PlanData) -> str:
     """Write "the fullest device (rank 0) holds 71.2 GiB of 78.5 GiB, 90.7%"."""
+    ranks = _used_ranks(plan)
     peak = plan.prediction.peak_memory_bytes
     fullest = max(ranks, key=lambda rank: peak[str(rank)] / plan.cluster.devices[rank].memory_bytes)
     device = plan.cluster.devices[fullest]

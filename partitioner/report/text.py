@@ -40,11 +40,6 @@ def text_within(characters: int) -> Iterator[None]:
         _width.reset(token)
 
 
-def printable(text: str) -> str:
-    """Replace control characters (escape sequences of a hostile file) in ``text``; line breaks stay."""
-    return "".join(c if c.isprintable() or c == "\n" else "?" for c in text)
-
-
 def labelled(label: str, text: str, margin: int = 12) -> str:
     """Write "label       text", wrapped with a hanging indent."""
     return textwrap.fill(

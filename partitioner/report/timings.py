@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from cost_models.shown import printable
 from cost_models.units import counted, format_bytes, format_seconds, percent
-from partitioner.report.text import columns, printable
+from partitioner.report.text import columns
 from passes.timings import PassTime
 
 

@@ -28,7 +28,7 @@ from torch import nn
 
 from cost_models.cluster import ClusterSpec
 from cost_models.errors import InfeasibleError, PartitionerError, TimeLimitError, UsageError
-from cost_models.units import format_bytes
+from cost_models.units import counted, format_bytes
 from partitioner.deployment.facts import free_memory_bytes
 from partitioner.deployment.state import holders_of
 from partitioner.models.as_graph import ModelOrTrace, as_graph
@@ -64,6 +64,7 @@ from partitioner.verify.verify import (
 from passes.evaluate.copied_module import copied_with
 from passes.evaluate.dropout import random_ops, without_dropout
 from passes.graph.graph import OpGraph
+from passes.progress import report_phase
 from runtime.mesh.sharding import Block
 from runtime.ranks.launch import WorkerPool
 
@@ -114,6 +115,7 @@ def verify_training(
     if other is None:
         notes.append("no other plan of this model was found to resume under")
     world_size = max(plan.world_size, 0 if other is None else other.world_size)
+    report_phase("verifying: a plain loop over the model")
     with blaming_the_model(plan.model.name):
         plain = course.plain(double=True)
         own = course.plain(double=False) if course.has_own_types else None
@@ -139,11 +141,13 @@ def verify_training(
             timeout_seconds,
             runs,
         )
+        report_phase(f"verifying: training on {counted(plan.world_size, 'local process')}")
         told = _run(workers, task, plan.world_size)
         expected = course.expected(plain, double=True)
         found = [*_placement(plan, graph, told[0]), *_both("float64", told[0], told[1], expected)]
         if other is not None:
             under = replace(task, plan_json=other.model_dump_json(), runs=(runs[1],))
+            report_phase("verifying: resumed under another plan")
             (elsewhere,) = _run(workers, under, other.world_size)
             name, sizes = f"float64, resumed under {_placed(other)}", course.sizes_under(other)
             again = plain if sizes == course.sizes else course.plain(double=True, later=sizes)

@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from cost_models.errors import VerificationError
+from cost_models.shown import ShownInNotebooks
 
 _PLURAL = {
     "loss": "losses",
@@ -56,7 +57,7 @@ class TrainComparison:
 
 
 @dataclass(frozen=True)
-class TrainReport:
+class TrainReport(ShownInNotebooks):
     """The report. ``str()`` is what the command prints; differences are in the order in which a run meets them."""
 
     model: str

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from cost_models.errors import ModelError, PartitionerError, UsageError, VerificationError
 from cost_models.precision import Precision
+from cost_models.shown import ShownInNotebooks
 from cost_models.units import counted
 from partitioner.models.as_graph import ModelOrTrace, as_graph
 from partitioner.models.workload import Workload, workload_of
@@ -40,6 +41,7 @@ from passes.evaluate.float64 import in_float64, widen_module
 from passes.graph.graph import OpGraph
 from passes.graph.least_samples import least_samples
 from passes.lower.placed_graph import PlacedGraph
+from passes.progress import report_phase
 from passes.trace.batch import flatten_batch, forward_names
 from passes.trace.loss.reduction import loss_weights, step_batch
 from passes.trace.watch import HOOKS_RUN
@@ -56,7 +58,7 @@ _PLURAL = {
 
 
 @dataclass(frozen=True)
-class VerifyReport:
+class VerifyReport(ShownInNotebooks):
     """The report of a verification: what was compared, and the worst of it. ``str()`` is what the command prints."""
 
     model: str
@@ -164,6 +166,7 @@ def verify_plan(
             reference, batch, leaves, graph, sizes, plan.optimizer_memory, LEARNING_RATE, recorded
         )
 
+    report_phase("verifying: the step of the whole model")
     with blaming_the_model(plan.model.name):
         expected = step(batch, leaves)
     draws, recorded = recorded.draws, RecordedDraws(graph)
@@ -175,8 +178,10 @@ def verify_plan(
     notes += _notes_on_results(graph, draws, expected)
     with nullcontext(pool) if pool is not None else WorkerPool(plan.world_size) as workers:
         run = partial(workers.run, world_size=plan.world_size, timeout_seconds=timeout_seconds)
+        report_phase(f"verifying: the step on {counted(plan.world_size, 'local process')}")
         told = run(run_rank_with_notes, replace(task, codes=drawn))
         results = with_views(put_together([result for result, _ in told], task), graph.views)
+        report_phase("verifying: comparing every number")
         found = compare_ranks(expected, results, state, LEARNING_RATE)
         found, rounding = _without_rounding(
             found,
@@ -188,6 +193,7 @@ def verify_plan(
         differences = tuple(sorted((c for c in found if not c.agrees), key=lambda c: -c.severity))
         first = WRONGLY_DRAWN.format(differences[0].name) if differences else None
         if any(c.kind != DRAWN for c in differences):
+            report_phase("verifying: the first op that differs")
             first = first_difference(plan, graph, code.graph, task, expected, run)
     kinds = [c.kind for c in found]
     return VerifyReport(

@@ -169,7 +169,23 @@ def test_every_command_explains_itself(capsys: Capture) -> None:
     assert "plan" in out(capsys, "--help")
     for name in COMMANDS:
         assert f"Usage: partitioner {name} " in out(capsys, name, "--help")
-    assert out(capsys, "--version").strip()
+    assert out(capsys, "--version").startswith("partitioner 0.")
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_shells_complete_commands_and_their_options(
+    shell: str, tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    out(capsys, "--install-completion", "--shell", shell)
+    written = "".join(path.read_text() for path in tmp_path.rglob("*") if path.is_file())
+    for word in ("verify", "doctor", "batch-size", "json"):
+        assert word in written
+
+
+def test_every_long_command_can_be_quiet(capsys: Capture) -> None:
+    for name in {*COMMANDS} - {"diff", "graph"}:
+        assert "--quiet" in out(capsys, name, "--help")
 
 
 def test_progress_speaks_after_a_while_only(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import logging
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,7 +16,7 @@ from cost_models.errors import UsageError
 from partitioner.batches.step import StepInfo
 from partitioner.engine.callbacks import Callback
 from partitioner.engine.listeners import close_all
-from partitioner.engine.loggers import CsvLogger, LineLogger, TensorBoardLogger
+from partitioner.engine.loggers import CsvLogger, LineLogger, TensorBoardLogger, WandbLogger
 from partitioner.engine.step_log import StepLogger
 from partitioner.evaluation.evaluation import EvalOutput
 from partitioner.record.records import Prediction
@@ -137,6 +138,89 @@ def test_tensorboard_gets_scalars_that_exist() -> None:
     elsewhere.on_step_end(engine(rank=1), info(1, loss=Unread()))
     with pytest.raises(UsageError, match="was given no writer"):
         elsewhere.on_train_start(engine())
+
+
+class Run:
+    """The part of a run of Weights & Biases that is used."""
+
+    def __init__(self, **options: Any) -> None:
+        self.options = options
+        self.logged: list[dict[str, float]] = []
+        self.finished = 0
+        self.config = SimpleNamespace(update=self._configure)
+        self.configured: dict[str, Any] = {}
+
+    def _configure(self, values: dict[str, Any], allow_val_change: bool) -> None:
+        assert allow_val_change, "a resumed run would be refused"
+        self.configured.update(values)
+
+    def log(self, values: dict[str, float]) -> None:
+        self.logged.append(values)
+
+    def finish(self) -> None:
+        self.finished += 1
+
+
+def with_wandb(monkeypatch: pytest.MonkeyPatch, run: Run | None = None) -> list[Run]:
+    """Put a stand-in in the place of wandb; return the runs that it starts."""
+    begun: list[Run] = []
+
+    def init(**options: Any) -> Run:
+        begun.append(Run(**options))
+        return begun[-1]
+
+    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(run=run, init=init))
+    return begun
+
+
+def planned(rank: int = 0) -> Any:
+    """An engine whose plan has what a run is told of it."""
+    on = engine(rank, step=2)
+    on.plan = SimpleNamespace(
+        **vars(on.plan), model=SimpleNamespace(name="net"), strategy="layer", schedule="1f1b", world_size=2,
+        stages=(1, 2), microbatches=4,
+    )  # fmt: skip
+    return on
+
+
+def test_wandb_gets_numbers_that_exist_and_the_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    begun = with_wandb(monkeypatch)
+    logger, on = WandbLogger(every=2, project="llms"), planned()
+    logger.on_train_start(on)
+    logger.on_step_end(on, info(1, loss=Unread()))
+    logger.on_step_end(on, info(2, tokens=None))
+    logger.on_evaluate_end(on, EvalOutput(torch.tensor(3.5), {}, None, 8, None))
+    logger.on_close(on)
+    (run,) = begun
+    assert run.options == {"project": "llms"}
+    assert run.configured["plan"]["schedule"] == "1f1b"
+    assert run.configured["plan"]["predicted_step_seconds"] == 2.0
+    train, evaluated = run.logged
+    assert (train["train/loss"], train["train/right"], train["train/step"]) == (2.0, 0.25, 2)
+    assert not train.keys() & {"train/grad_norm", "train/tokens_per_second"}
+    assert evaluated == {"eval/loss": 3.5, "eval/step": 2}
+    assert run.finished == 1
+
+
+def test_wandb_runs_of_the_user_are_left_open(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = Run()
+    assert with_wandb(monkeypatch, run) == []
+    logger, on = WandbLogger(), planned()
+    logger.on_train_start(on)
+    logger.on_step_end(on, info(1))
+    logger.on_close(on)
+    assert len(run.logged) == 1
+    assert run.finished == 0
+
+
+def test_wandb_is_needed_on_rank_0_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    logger, elsewhere = WandbLogger(), planned(rank=1)
+    logger.on_train_start(elsewhere)
+    logger.on_step_end(elsewhere, info(1, loss=Unread()))
+    logger.on_close(elsewhere)
+    with pytest.raises(UsageError, match="pip install wandb"):
+        WandbLogger().on_train_start(planned())
 
 
 def test_lines_go_to_the_librarys_logger(caplog: pytest.LogCaptureFixture) -> None:

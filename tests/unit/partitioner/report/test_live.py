@@ -26,11 +26,20 @@ print("done")
 """
 
 
-def on_a_terminal(*, quiet: bool = False, **environment: str) -> str:
+COMMAND = """
+import time
+from partitioner.commands.options import progress
+with progress("simulating", quiet=%r):
+    time.sleep(0.6)
+print("done")
+"""
+
+
+def on_a_terminal(work: str = WORK, *, quiet: bool = False, **environment: str) -> str:
     """Run some work with its stderr on a terminal, and return what that shows."""
     master, slave = pty.openpty()
     process = subprocess.Popen(
-        [sys.executable, "-c", WORK % quiet], cwd=ROOT, stdout=subprocess.PIPE, stderr=slave,
+        [sys.executable, "-c", work % quiet], cwd=ROOT, stdout=subprocess.PIPE, stderr=slave,
         env={**os.environ, "TERM": "xterm", "COLUMNS": "120", **environment},
     )  # fmt: skip
     os.close(slave)
@@ -68,6 +77,14 @@ def test_no_color_is_heeded() -> None:
 @pytest.mark.parametrize("environment", [{"TERM": "dumb"}, {}])
 def test_quiet_and_dumb_terminals_show_nothing(environment: dict[str, str]) -> None:
     assert on_a_terminal(quiet=not environment, **environment) == ""
+
+
+def test_the_progress_of_any_command_is_such_a_line() -> None:
+    shown = on_a_terminal(COMMAND)
+    assert "simulating" in shown
+    assert shown.rstrip().endswith("\x1b[2K"), "the line is wiped out at the end"
+    assert on_a_terminal(COMMAND, quiet=True) == ""
+    assert on_a_terminal(COMMAND, RANK="1") == "", "under torchrun, one voice is enough"
 
 
 def test_no_terminal_shows_nothing() -> None:

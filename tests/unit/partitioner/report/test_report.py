@@ -10,12 +10,13 @@ import torch
 
 from cost_models.cluster import ClusterSpec
 from cost_models.precision import Precision
+from cost_models.shown import printable
 from cost_models.units import counted, percent
 from partitioner.plan import Plan
 from partitioner.report.dot import stage_graph, to_dot, to_json
 from partitioner.report.sharding import communication_share
 from partitioner.report.table import microbatch_text
-from partitioner.report.text import WIDTH, columns, labelled, printable, text_within, wrapped
+from partitioner.report.text import WIDTH, columns, labelled, text_within, wrapped
 from tests.support.made_plans import GIB, made_hybrid_plan, made_plan, made_sharded_plan
 
 Golden = Callable[[str, str], None]

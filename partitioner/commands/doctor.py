@@ -1,0 +1,23 @@
+"""``partitioner doctor``: what is on this machine, and what will not work on it."""
+
+from __future__ import annotations
+
+from partitioner.commands.options import JsonFlag, QuietFlag, emit, progress
+from partitioner.doctor.facts import gather
+from partitioner.doctor.findings import diagnose
+
+
+def doctor(*, quiet: QuietFlag = False, json: JsonFlag = False) -> int:
+    """Say which versions, devices and backends there are, what will not work here, and what to do. 0 if planning works.
+
+    Parameters
+    ----------
+    quiet
+        Say nothing on stderr but errors.
+    json
+        Print one JSON object.
+    """
+    with progress("looking at this machine", quiet=quiet):
+        found = diagnose(gather())
+    emit(found, found.to_dict(), json)
+    return 0 if found.can_plan else 1
