@@ -104,16 +104,21 @@ def _timeline(plan: PlanData, lanes: Lanes, measured: Lanes | None) -> dict[str,
 
 
 def _inside(plan: PlanData, index: int) -> list[dict[str, Any]]:
-    """Sum up the collectives inside a stage's computes, per micro-batch, by kind and axis."""
+    """Sum up the collectives inside a stage's computes, per micro-batch: alike ones in one row, the longest first."""
     sharding = plan.stages[index].sharding
-    found: dict[tuple[str, str], dict[str, Any]] = {}
+    found: dict[tuple[Any, ...], dict[str, Any]] = {}
     for item in () if sharding is None else sharding.collectives:
-        kind = item.kind.replace("_", "-")
-        new = {"stage": index, "kind": kind, "axis": item.axis, "forward": 0.0, "backward": 0.0, "count": 0}
-        row = found.setdefault((kind, item.axis), new)
-        row["backward" if item.backward else "forward"] += item.seconds
+        alike = {
+            "stage": index,
+            "kind": item.kind.replace("_", "-"),
+            "axis": item.axis,
+            "backward": item.backward,
+            "size_bytes": item.size_bytes,
+        }
+        row = found.setdefault(tuple(alike.values()), {**alike, "count": 0, "seconds": 0.0})
         row["count"] += 1
-    return sorted(found.values(), key=lambda row: -row["forward"] - row["backward"])
+        row["seconds"] += item.seconds
+    return sorted(found.values(), key=lambda row: -row["seconds"])
 
 
 def _shown(lanes: Lanes) -> int:
