@@ -6,7 +6,7 @@ simulation: a device has room for the plan or not.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from cost_models.cluster import ClusterSpec
@@ -78,7 +78,7 @@ def _with_links(cluster: ClusterSpec, factor: float) -> ClusterSpec | None:
         network = cluster.network
         if network is None or network.links or network.switches:
             return None
-        return cluster.model_copy(update={"network": network.model_copy(update=_faster(network, factor))})
+        return _changed(cluster, {"network": network.model_copy(update=_faster(network, factor))})
     (node,) = cluster.nodes
     links = node.resolved().links
     if links is None or links.default is None or links.pairs:
@@ -86,7 +86,12 @@ def _with_links(cluster: ClusterSpec, factor: float) -> ClusterSpec | None:
     faster = links.model_copy(
         update={"default": links.default.model_copy(update=_faster(links.default, factor))}
     )
-    return cluster.model_copy(update={"nodes": (node.model_copy(update={"links": faster}),)})
+    return _changed(cluster, {"nodes": (node.model_copy(update={"links": faster}),)})
+
+
+def _changed(cluster: ClusterSpec, update: Mapping[str, object]) -> ClusterSpec:
+    """Return a copy that knows nothing of the paths and links that the cluster has already worked out."""
+    return type(cluster).from_dict(cluster.model_copy(update=update).to_dict())
 
 
 def _faster(link: LinkSpec, factor: float) -> dict[str, object]:
