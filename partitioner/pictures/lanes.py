@@ -109,7 +109,8 @@ def critical_path(lanes: Lanes) -> tuple[list[tuple[int, int]], dict[tuple[int, 
     """Return the chain of spans that the step's end waits for, first to last, and what spans after a gap wait for.
 
     Backwards from the span that ends last: the span before it on its lane, or the work of another lane whose message
-    arrived as it began, whichever ended last; for a sum of gradients, the work of the lane that came last. Gaps that neither explains end at the last thing known to be done.
+    arrived as it began, whichever ended last; for a sum of gradients, the work of the lane that came last. Gaps that
+    nothing of these explains end at the last thing known to be done.
     """
     arrivals = _arrivals(lanes)
     waits = {}

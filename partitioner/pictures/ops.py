@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
@@ -15,6 +15,7 @@ from partitioner.record.outline import ModelOutline
 from passes.shard.words import Choice, read_choice, read_placements
 from passes.split.values import block_name
 
+
 def op_graph_data(plan: PlanData) -> dict[str, Any] | None:
     """Return the placement graph as the page draws it; None of a plan that does not remember its model."""
     outline = plan.outline
@@ -23,9 +24,9 @@ def op_graph_data(plan: PlanData) -> dict[str, Any] | None:
     stage_of = {op: index for index, stage in enumerate(plan.stages) for op in stage.ops}
     ways = _ways(plan)
     texts: dict[str, int] = {}
+    words = cache(choice_words)
     layout_of = {
-        op: texts.setdefault(choice_words(choices, axes), len(texts))
-        for op, (choices, axes, _) in ways.items()
+        op: texts.setdefault(words(choices, axes), len(texts)) for op, (choices, axes, _) in ways.items()
     }
     whole_of = {
         block_name(split.op, number): index
@@ -111,11 +112,10 @@ _Way = tuple[tuple[Choice, ...], tuple[str, ...], Mesh]
 
 def _ways(plan: PlanData) -> dict[str, _Way]:
     """Return how each op of a sharded stage runs: a choice per axis, the axes, and the mesh."""
-    read = cache(read_choice)
     found = {}
     for stage in plan.stages:
         if stage.sharding is not None:
             mesh = stage.sharding.mesh(stage.devices)
             for op, texts in stage.sharding.choices.items():
-                found[op] = tuple(map(read, texts)), tuple(stage.sharding.axes), mesh
+                found[op] = tuple(map(read_choice, texts)), tuple(stage.sharding.axes), mesh
     return found
