@@ -17,10 +17,10 @@ from partitioner.record.data import PlanData
 from partitioner.record.outline import ModelOutline
 from partitioner.record.sharding import StageCollective
 
-_BRIDGE = re.compile(r"(?P<source>.+)__(?P<op>[a-z_]+?)_(?P<axis>[a-z][a-z0-9_+]*)")
-"""The name of a bridge inside of a stage, as ``passes.shard.shard`` makes it: add_1__all_gather_tensor."""
-_AGAIN = {("all_gather", "all_gather"), ("reduce_scatter", "reduce_scatter")}
-"""Bridges and their collectives in backward that are no gradient's: what is computed again needs them again."""
+_BEFORE_OP = "__"
+"""The mark between value and op in a bridge's name, as ``passes.shard.shard`` makes it: add_1__all_gather_tensor."""
+_NEVER_BACK = ("all_gather", "reduce_scatter")
+"""Bridges whose gradients never go by the same kind: such a one in backward is for what is computed again there."""
 
 
 class _Readers:
@@ -99,13 +99,11 @@ def _ends(item: StageCollective, stage: int, readers: _Readers) -> tuple[int, in
     if item.value in readers.number:
         own = readers.number[item.value]
         return own, own, False
-    name = _BRIDGE.fullmatch(item.value)
-    value = None if name is None else readers.named(name["source"])
-    if name is None or value is None:
+    source, _, op = item.value.rpartition(_BEFORE_OP)
+    value = readers.named(source)
+    if value is None:
         return None
-    again = item.backward and item.value.startswith(
-        tuple(f"{name['source']}__{op}_" for op, kind in _AGAIN if kind == item.kind)
-    )
+    again = item.backward and item.kind in _NEVER_BACK and op.startswith(item.kind)
     reader = readers.first(value, (stage,))
     made = value if value >= 0 else reader
     if made is None:

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
-from cost_models.layout import Mesh
 from partitioner.pictures.bridges import bridges_data
 from partitioner.pictures.layout_words import choice_words, layout_words
 from partitioner.pictures.tree import module_tree
@@ -22,11 +21,10 @@ def op_graph_data(plan: PlanData) -> dict[str, Any] | None:
     if outline is None:
         return None
     stage_of = {op: index for index, stage in enumerate(plan.stages) for op in stage.ops}
-    ways = _ways(plan)
     texts: dict[str, int] = {}
     words = cache(choice_words)
     layout_of = {
-        op: texts.setdefault(words(choices, axes), len(texts)) for op, (choices, axes, _) in ways.items()
+        op: texts.setdefault(words(choices, axes), len(texts)) for op, (choices, axes) in _ways(plan).items()
     }
     whole_of = {
         block_name(split.op, number): index
@@ -107,15 +105,11 @@ def _stored(plan: PlanData, parameter: str) -> str:
     return " / ".join(filter(None, found))
 
 
-_Way = tuple[tuple[Choice, ...], tuple[str, ...], Mesh]
-
-
-def _ways(plan: PlanData) -> dict[str, _Way]:
-    """Return how each op of a sharded stage runs: a choice per axis, the axes, and the mesh."""
-    found = {}
-    for stage in plan.stages:
-        if stage.sharding is not None:
-            mesh = stage.sharding.mesh(stage.devices)
-            for op, texts in stage.sharding.choices.items():
-                found[op] = tuple(map(read_choice, texts)), tuple(stage.sharding.axes), mesh
-    return found
+def _ways(plan: PlanData) -> dict[str, tuple[tuple[Choice, ...], tuple[str, ...]]]:
+    """Return how each op of a sharded stage runs: a choice per axis, and the axes."""
+    return {
+        op: (tuple(map(read_choice, texts)), tuple(stage.sharding.axes))
+        for stage in plan.stages
+        if stage.sharding is not None
+        for op, texts in stage.sharding.choices.items()
+    }
