@@ -123,7 +123,8 @@ def _why(plan: PlanData) -> Iterator[str]:
     if fitting:
         nearest = min(fitting, key=lambda other: other.step_seconds or 0.0)
         ratio = (nearest.step_seconds or 0.0) / plan.prediction.step_seconds
-        yield f"The best of what it is compared with, {nearest.strategy}, takes {ratio:.2f}x its step."
+        text = f"The best of what it is compared with, {nearest.strategy}, takes {ratio:.2f}x its step"
+        yield f"{text}{'.' if ratio >= 1 else ': it is faster, but not the kind of plan that was asked for.'}"
     for other in plan.alternatives:
         if not other.feasible and other.strategy in ("one device",):
             yield f"One device alone does not do: {other.reason}."
