@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,8 +14,9 @@ import torch
 from torch import nn
 
 from cost_models.cluster import ClusterSpec
-from cost_models.errors import PlanError
+from cost_models.errors import PlanError, UsageError
 from partitioner.api import partition
+from partitioner.commands.report import report
 from partitioner.pictures import what_if
 from partitioner.pictures.data import report_data
 from partitioner.pictures.lanes import critical_path, lanes_of
@@ -259,3 +261,12 @@ def test_links_between_nodes_that_nothing_is_sent_on_have_no_curve() -> None:
     for ranks, titles in (((0, 1), []), ((0, 8), ["Bandwidth between nodes"])):
         plan = made_plan(cluster, ranks)
         assert [series["title"] for series in what_if._links(plan, proved_programs(plan))] == titles
+
+
+def test_a_report_never_takes_the_place_of_its_plan(plans: dict[str, Plan], tmp_path: Path) -> None:
+    file = tmp_path / "plan.html"
+    plans["one"].save(file)
+    before = file.read_text()
+    with pytest.raises(UsageError, match="would be lost"):
+        report(file, quiet=True)
+    assert file.read_text() == before
