@@ -68,8 +68,8 @@ def best_so_far_kept() -> Iterator[Interrupts]:
     signal.signal(signal.SIGINT, own.handle)
 
     def quietly(error: sys.UnraisableHookArgs) -> None:
-        """Say nothing of a Ctrl-C that came in a finalizer, where Python drops it: it is heeded later."""
-        if not isinstance(error.exc_value, KeyboardInterrupt):
+        """Say nothing of a Ctrl-C, first or second, that came in a finalizer, where Python drops it: it is heeded later."""
+        if not isinstance(error.exc_value, KeyboardInterrupt | SystemExit):
             report(error)
 
     sys.unraisablehook = quietly

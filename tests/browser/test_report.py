@@ -13,7 +13,7 @@ from tests.support.made_reports import HOSTILE_NAMES, made_report
 SECTIONS = ["summary", "graph", "devices", "timeline", "memory", "traffic", "what-if"]
 FIRST_PICTURE_MS = 1000
 OPENING_MS = 200
-FEW = 20  # boxes that a reader sees at first
+FEW = 32  # boxes that a reader sees at first
 
 
 @pytest.mark.parametrize("name", REPORTS)

@@ -99,7 +99,11 @@ def _plan(stages: int, layers: int, ops_in_a_layer: int, microbatches: int) -> D
             "division": [
                 {"kind": "compute", "seconds": 0.7 * busy, "share": 0.7 * busy / step},
                 {"kind": "communication", "seconds": 0.3 * busy, "share": 0.3 * busy / step},
-                {"kind": "bubble", "seconds": step - busy - 0.02, "share": (step - busy - 0.02) / step},
+                {
+                    "kind": "waiting (bubble)",
+                    "seconds": step - busy - 0.02,
+                    "share": (step - busy - 0.02) / step,
+                },
                 {"kind": "optimizer", "seconds": 0.02, "share": 0.02 / step},
             ],
             "fullest": {"device": "rank 0", "used_bytes": 61 * GIB, "capacity_bytes": 78 * GIB},
@@ -375,11 +379,13 @@ def _timeline(stages: int, microbatches: int, forward: float, backward: float) -
                 "stage": stage,
                 "kind": "all-reduce",
                 "axis": "tensor",
-                "forward": 0.005,
-                "backward": 0.01,
-                "count": 4,
+                "count": 2,
+                "seconds": 0.01 if is_backward else 0.005,
+                "backward": is_backward,
+                "size_bytes": 2**27,
             }
             for stage in range(stages)
+            for is_backward in (False, True)
         ],
         "critical": [[0, batch] for batch in range(microbatches)],
         "waits": waits,

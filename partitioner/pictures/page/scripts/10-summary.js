@@ -4,6 +4,8 @@ const DIVISION = {
   // place in the palette, hatch and words of each part of a step
   compute: [0, null, 'computing'],
   communication: [1, 'hatch-a', 'communicating'],
+  'gradient sums': [5, 'hatch-d', 'summing gradients'],
+  'waiting (bubble)': [-1, 'hatch-idle', 'waiting (bubble)'],
   bubble: [-1, 'hatch-idle', 'waiting (bubble)'],
   optimizer: [2, 'hatch-b', 'optimizer'],
 };

@@ -6,6 +6,8 @@
 
 const LIST_LIMIT = 60; // children of one box; a longer list is cut into parts, so that any box can be opened
 const PART_SIZE = 30;
+const CROWD = 12; // children of a module, from which on the small ops between its modules are drawn as one box
+const RUN = 4; // ops in a row that are worth a box of their own
 
 /** Build the boxes of a graph and return its root and the box of every op. */
 function makeBoxes(graph) {
@@ -35,7 +37,7 @@ function makeBoxes(graph) {
     const inside = [...(node.children || []).map((child) => fromNode(child, made)), ...ownOps(node.ops || [], made)];
     inside.sort((a, b) => first(a) - first(b));
     made.ops = inside.flatMap((child) => child.ops);
-    made.children = shorten(inside, made);
+    made.children = shorten(inside.length > CROWD ? gather(inside, made) : inside, made);
     if (name && !byName.has(name)) byName.set(name, made);
     return made;
   };
@@ -75,6 +77,36 @@ function makeBoxes(graph) {
     made.ops = [index];
     boxOfOp[index] = made;
     return made;
+  };
+
+  /** Put ops that follow each other between two modules into one part, named after the op that takes longest. */
+  const gather = (children, parent) => {
+    if (children.every((child) => child.kind === 'op')) return children;
+    const found = [];
+    let run = [];
+    const close = () => {
+      if (run.length < RUN) found.push(...run);
+      else {
+        const seconds = (child) => graph.kinds[graph.ops[child.op][1]].forward_seconds;
+        const main = run.reduce((best, child) => (seconds(child) > seconds(best) ? child : best));
+        const label = `${main.label} and ${run.length - 1} more`;
+        const part = box('part', parent, {name: '', label, className: ''});
+        part.ops = run.flatMap((child) => child.ops);
+        for (const child of run) child.parent = part;
+        part.children = shorten(run, part);
+        found.push(part);
+      }
+      run = [];
+    };
+    for (const child of children) {
+      if (child.kind === 'op') run.push(child);
+      else {
+        close();
+        found.push(child);
+      }
+    }
+    close();
+    return found;
   };
 
   const shorten = (children, parent) => {

@@ -58,12 +58,12 @@ function bridgeLook(kind) {
   return BRIDGE_LOOKS[kind] || 'send';
 }
 
-/** Bridges as short lines: kind, how many, bytes; forward and gradient apart. */
+/** Bridges as short lines: kind, how many, bytes. `gradient`: as many bytes come back as the gradient of the value. */
 function bridgeLines(bridges) {
   const sums = new Map();
   for (const bridge of bridges) {
-    const key = `${bridge.kind}${bridge.gradient ? ' of gradients' : ''}`;
-    const sum = sums.get(key) || {kind: bridge.kind, key, count: 0, bytes: 0};
+    const key = `${bridge.kind}${bridge.gradient}`;
+    const sum = sums.get(key) || {kind: bridge.kind, gradient: bridge.gradient, count: 0, bytes: 0};
     sum.count += 1;
     sum.bytes += bridge.size_bytes;
     sums.set(key, sum);
@@ -73,6 +73,8 @@ function bridgeLines(bridges) {
     .map((sum) => ({
       kind: sum.kind,
       bytes: sum.bytes,
-      text: `${sum.key}${sum.count > 1 ? ` ${sum.count}×` : ''} ${formatBytes(sum.bytes)}`,
+      text:
+        `${sum.kind}${sum.count > 1 ? ` ${sum.count}×` : ''} ${formatBytes(sum.bytes)}` +
+        (sum.gradient ? ' each way' : ''),
     }));
 }

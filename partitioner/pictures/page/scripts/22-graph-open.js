@@ -78,7 +78,10 @@ function openFirst(boxes, opened, enough = 32) {
     const next = opened
       .visible()
       .map((one) => one.box)
-      .filter((box) => !opened.isOpen(box) && box.kind === 'module' && shownChildren(box).length > 1)
+      .filter(
+        (box) =>
+          !opened.isOpen(box) && box.kind === 'module' && !/^\d+$/.test(box.label) && shownChildren(box).length > 1,
+      )
       .sort((a, b) => b.ops.length - a.ops.length)[0];
     if (!next || opened.count() + shownChildren(next).length > enough) return;
     opened.openBox(next);

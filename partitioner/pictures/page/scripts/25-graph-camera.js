@@ -40,7 +40,8 @@ function makeCamera(pane, canvas, world, minimap, size) {
     const top = item.y * view.k + view.y;
     const w = item.width * view.k;
     const h = item.height * view.k;
-    if (centre || left + w < 40 || left > width - 60) view.x += width / 2 - (left + w / 2);
+    const cut = w < width - 20 ? left < 8 || left + w > width - 8 : left + w < 40 || left > width - 60;
+    if (centre || cut) view.x += width / 2 - (left + w / 2);
     if (centre || top < 8 || top + Math.min(h, height - 20) > height - 8) {
       view.y += (h > height - 40 || !centre ? 24 : height / 2 - h / 2) - top;
     }

@@ -74,7 +74,7 @@ function parameterLine(parameter) {
 }
 
 function bridgeLine(bridge) {
-  const text = `${bridge.kind}${bridge.gradient ? ' of a gradient' : ''}, ${formatBytes(bridge.size_bytes)}`;
+  const text = `${bridge.kind}, ${formatBytes(bridge.size_bytes)}${bridge.gradient ? ' each way' : ''}`;
   return bridge.text ? `${text}: ${bridge.text}` : text;
 }
 

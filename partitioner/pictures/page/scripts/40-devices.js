@@ -94,6 +94,8 @@ function drawDevices(plan) {
   return [
     stageLegend(plan),
     el('div', {class: 'scroll', tabindex: '0', role: 'group', 'aria-label': 'The cluster'}, picture),
+    plan.devices.hidden_nodes > 0 &&
+      el('p', {class: 'note'}, `${plural(plan.devices.hidden_nodes, 'further node')} left out.`),
     nodes.length > shown.length &&
       el('p', {class: 'note'}, `The first ${shown.length} of ${nodes.length} nodes are drawn.`),
     el(

@@ -114,6 +114,7 @@ function drawTimeline(plan, other) {
       timeline.critical.length > 0 && check('critical', 'critical path'),
     ),
     timelineLegend(timeline),
+    timeline.hidden_lanes > 0 && el('p', {class: 'note'}, `${plural(timeline.hidden_lanes, 'further lane')} left out.`),
     pane,
     status,
     timeline.inside.length > 0 && insideTable(timeline),
@@ -188,17 +189,18 @@ function insideTable(timeline) {
     null,
     el('h3', null, 'Collectives inside of the computations'),
     table(
-      'Per micro-batch, part of the blocks above',
-      ['stage', 'kind', 'along', 'times', 'forward', 'backward'],
+      'Per micro-batch: part of the blocks above',
+      ['stage', 'kind', 'along', 'during', 'times', 'bytes each', 'take together'],
       timeline.inside.map((item) => [
         el('span', null, badge(item.stage), ` stage ${item.stage}`),
         item.kind,
         item.axis || '–',
+        item.backward ? 'backward' : 'forward',
         formatCount(item.count),
-        formatSeconds(item.forward),
-        formatSeconds(item.backward),
+        formatBytes(item.size_bytes),
+        formatSeconds(item.seconds),
       ]),
-      [3, 4, 5],
+      [4, 5, 6],
     ),
   );
 }
@@ -254,6 +256,10 @@ function spanText(model, lane, index) {
 
 /** Seconds of a block that its collectives take. */
 function insideOf(timeline, [, , kind, stage]) {
-  const side = kind === 'F' ? 'forward' : kind === 'B' || kind === 'I' ? 'backward' : null;
-  return side ? timeline.inside.reduce((sum, item) => sum + (item.stage === stage ? item[side] : 0), 0) : 0;
+  if (stage < 0 || !'FBI'.includes(kind)) return 0;
+  const isBackward = kind !== 'F';
+  return timeline.inside.reduce(
+    (sum, item) => sum + (item.stage === stage && item.backward === isBackward ? item.seconds : 0),
+    0,
+  );
 }

@@ -13,7 +13,7 @@ function drawMemory(plan) {
   const order = lanes.map((_, index) => index).sort((a, b) => fullness(lanes[b]) - fullness(lanes[a]));
   const figure = el('figure');
   const overview = el('div', {class: 'lanes-overview'});
-  const most = Math.max(...lanes.map((lane) => Math.max(lane.peak_bytes, lane.capacity_bytes)));
+  const most = Math.max(...lanes.map(memoryTop));
   const show = (index) => {
     figure.replaceChildren(...memoryFigure(lanes[index], plan.timeline && plan.timeline.step_seconds));
     for (const button of overview.querySelectorAll('button'))
@@ -48,6 +48,12 @@ function drawMemory(plan) {
 
 function fullness(lane) {
   return lane.capacity_bytes ? lane.peak_bytes / lane.capacity_bytes : lane.peak_bytes;
+}
+
+/** The top of a lane's scale: what the device has, unless the plan needs so little that nothing would be seen. */
+function memoryTop(lane) {
+  const sparse = lane.peak_bytes < 0.1 * lane.capacity_bytes;
+  return sparse ? lane.peak_bytes * 1.2 : Math.max(lane.peak_bytes, lane.capacity_bytes);
 }
 
 /** The kinds that any lane holds something of, with their index. */
@@ -107,7 +113,8 @@ function overviewRow(lane, index, most, show) {
       'svg',
       {'aria-hidden': 'true'},
       bars.flat(),
-      svg('line', {x1: capacity, x2: capacity, y1: 0, y2: 18, stroke: 'var(--bad)', 'stroke-width': 2.5}),
+      lane.capacity_bytes <= most &&
+        svg('line', {x1: capacity, x2: capacity, y1: 0, y2: 18, stroke: 'var(--bad)', 'stroke-width': 2.5}),
     ),
     el(
       'span',
@@ -120,7 +127,7 @@ function overviewRow(lane, index, most, show) {
 function memoryFigure(lane, step) {
   const size = {width: twoPlans ? 640 : 1240, height: 320, left: 74, right: 16, top: 26, bottom: 30};
   const end = step || lane.seconds[lane.seconds.length - 1] || 1;
-  const top = Math.max(lane.peak_bytes, lane.capacity_bytes) * 1.06;
+  const top = memoryTop(lane) * 1.06;
   const x = (time) => size.left + (Math.min(time, end) / end) * (size.width - size.left - size.right);
   const y = (value) => size.height - size.bottom - (value / top) * (size.height - size.top - size.bottom);
   const chart = svg('svg', {
@@ -151,7 +158,15 @@ function memoryFigure(lane, step) {
     chart.append(svg('path', {class: 'area', d, fill: memoryPaint(index)}));
     if (MEMORY_PATTERNS[index]) chart.append(svg('path', {d, fill: MEMORY_PATTERNS[index]}));
   }
-  if (lane.capacity_bytes) {
+  if (lane.capacity_bytes > top) {
+    chart.append(
+      svg(
+        'text',
+        {class: 'capacity-text', x: size.width - size.right, y: 14, 'text-anchor': 'end'},
+        `the device has ${formatBytes(lane.capacity_bytes)}, far above`,
+      ),
+    );
+  } else if (lane.capacity_bytes) {
     chart.append(
       svg('line', {
         class: 'capacity',
@@ -202,6 +217,7 @@ function stairs(seconds, upper, lower, end, x, y) {
   const back = [];
   seconds.forEach((time, at) => {
     const until = at + 1 < seconds.length ? seconds[at + 1] : Math.max(end, time);
+    if (until === time) return; // of several changes at one moment the last one counts
     there.push(`${x(time).toFixed(1)} ${y(upper[at]).toFixed(1)}L${x(until).toFixed(1)} ${y(upper[at]).toFixed(1)}`);
     back.unshift(`${x(until).toFixed(1)} ${y(lower[at]).toFixed(1)}L${x(time).toFixed(1)} ${y(lower[at]).toFixed(1)}`);
   });
