@@ -7,6 +7,7 @@ from typing import Annotated
 
 from cyclopts import Parameter
 
+from cost_models.errors import UsageError
 from partitioner.commands.options import JsonFlag, check_output, emit, progress
 from partitioner.pictures.data import report_data
 from partitioner.pictures.page import render_page
@@ -41,6 +42,12 @@ def report(
     target = plan.with_suffix(".html") if output is None else output
     check_output(target)
     files = [plan] if other is None else [plan, other]
+    if target.resolve() in [file.resolve() for file in files]:
+        raise UsageError(
+            f"cannot write the report to {target}",
+            ["it is the plan file, which would be lost"],
+            ["--output report.html"],
+        )
     plans = [Plan.load(file) for file in files]
     with progress("drawing", quiet=quiet):
         data = report_data(plans, [file.name for file in files])

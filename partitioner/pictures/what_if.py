@@ -64,15 +64,16 @@ def _fits(plan: PlanData, step: Simulation) -> bool:
 
 def _links(plan: PlanData, groups: GroupPrograms) -> Iterator[dict[str, Any]]:
     """Yield the curve over the bandwidth of the network, or of a single node's links."""
-    if plan.world_size < 2 or _with_links(plan.cluster, 1.0) is None:
-        return
+    nodes = {plan.cluster.devices[rank].node for rank in plan.used_devices}
+    several = len(plan.cluster.ranks_per_node) > 1
+    if plan.world_size < 2 or (several and len(nodes) == 1) or _with_links(plan.cluster, 1.0) is None:
+        return  # nothing is sent on these links
     points = [_point(plan, 1.0, None, ", as it is")]
     for factor in LINKS:
         cluster = _with_links(plan.cluster, factor)
         assert cluster is not None
         other = _on(plan, cluster)
         points.append(_point(plan, factor, simulate_plan(other, at_costs_of(other, groups)), ""))
-    several = len(plan.cluster.ranks_per_node) > 1
     title = "Bandwidth between nodes" if several else "Bandwidth between devices"
     yield {"title": title, "unit": "×", "points": sorted(points, key=lambda point: point["x"])}
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,15 +14,18 @@ import torch
 from torch import nn
 
 from cost_models.cluster import ClusterSpec
-from cost_models.errors import PlanError
+from cost_models.errors import PlanError, UsageError
 from partitioner.api import partition
+from partitioner.commands.report import report
 from partitioner.pictures import what_if
 from partitioner.pictures.data import report_data
 from partitioner.pictures.lanes import critical_path, lanes_of
-from partitioner.pictures.summary import summary_data
+from partitioner.pictures.summary import division, summary_data
 from partitioner.plan import Plan
 from partitioner.record.rebuild import at_costs_of, proved_programs, simulate_plan
+from partitioner.record.sharding import UpdateGatherRecord
 from passes.trace.trace import trace
+from tests.support.made_plans import made_plan
 
 Data = dict[str, Any]
 ROUNDED = 1e-4
@@ -232,3 +236,37 @@ def test_modules_without_end_inside_of_each_other_are_refused(plans: dict[str, P
     given["outline"]["modules"][0] = "a." * 5000 + "b"
     with pytest.raises(PlanError, match="inside of each other"):
         Plan.from_json(json.dumps(given))
+
+
+def test_parameters_put_together_after_the_update_are_communication(plans: dict[str, Plan]) -> None:
+    plan = plans["sharded"]
+    (stage,) = plan.stages
+    assert stage.sharding is not None
+    (axis,) = stage.sharding.axes
+    gather = UpdateGatherRecord(axis=axis, parameters=(), size_bytes=8, seconds=0.5)
+    sharding = stage.sharding.model_copy(update={"gathers": (gather,)})
+    update = {rank: seconds + 0.5 for rank, seconds in plan.optimizer_seconds.items()}
+    stages = (stage.model_copy(update={"sharding": sharding}),)
+    other = plan.model_copy(update={"stages": stages, "optimizer_seconds": update})
+    before, after = (
+        {row["kind"]: row["seconds"] for row in division(one, lanes_of(simulate_plan(one)))}
+        for one in (plan, other)
+    )
+    assert after["communication"] == pytest.approx(before["communication"] + 0.5)
+    assert after["optimizer"] == pytest.approx(before["optimizer"])
+
+
+def test_links_between_nodes_that_nothing_is_sent_on_have_no_curve() -> None:
+    cluster = ClusterSpec.preset("dgx-h100", nodes=2)
+    for ranks, titles in (((0, 1), []), ((0, 8), ["Bandwidth between nodes"])):
+        plan = made_plan(cluster, ranks)
+        assert [series["title"] for series in what_if._links(plan, proved_programs(plan))] == titles
+
+
+def test_a_report_never_takes_the_place_of_its_plan(plans: dict[str, Plan], tmp_path: Path) -> None:
+    file = tmp_path / "plan.html"
+    plans["one"].save(file)
+    before = file.read_text()
+    with pytest.raises(UsageError, match="would be lost"):
+        report(file, quiet=True)
+    assert file.read_text() == before
