@@ -58,23 +58,25 @@ function bridgeLook(kind) {
   return BRIDGE_LOOKS[kind] || 'send';
 }
 
-/** Bridges as short lines: kind, how many, bytes. `gradient`: as many bytes come back as the gradient of the value. */
+/** Bridges as short lines: kind, how many, bytes. `gradient`: it goes back, from the reader of a value to its maker. */
 function bridgeLines(bridges) {
   const sums = new Map();
   for (const bridge of bridges) {
-    const key = `${bridge.kind}${bridge.gradient}`;
-    const sum = sums.get(key) || {kind: bridge.kind, gradient: bridge.gradient, count: 0, bytes: 0};
-    sum.count += 1;
-    sum.bytes += bridge.size_bytes;
-    sums.set(key, sum);
+    const sum = sums.get(bridge.kind) || {kind: bridge.kind, there: [0, 0], back: [0, 0]};
+    const way = bridge.gradient ? sum.back : sum.there;
+    way[0] += 1;
+    way[1] += bridge.size_bytes;
+    sums.set(bridge.kind, sum);
   }
+  const line = (kind, [count, bytes], words) => ({
+    kind,
+    bytes,
+    text: `${kind}${count > 1 ? ` ${count}×` : ''} ${formatBytes(bytes)}${words}`,
+  });
   return [...sums.values()]
-    .sort((a, b) => b.bytes - a.bytes)
-    .map((sum) => ({
-      kind: sum.kind,
-      bytes: sum.bytes,
-      text:
-        `${sum.kind}${sum.count > 1 ? ` ${sum.count}×` : ''} ${formatBytes(sum.bytes)}` +
-        (sum.gradient ? ' each way' : ''),
-    }));
+    .flatMap(({kind, there, back}) => {
+      if (there[0] === back[0] && there[1] === back[1]) return [line(kind, there, ' each way')];
+      return [there[0] && line(kind, there, ''), back[0] && line(kind, back, ' back')].filter(Boolean);
+    })
+    .sort((a, b) => b.bytes - a.bytes);
 }

@@ -74,7 +74,7 @@ function parameterLine(parameter) {
 }
 
 function bridgeLine(bridge) {
-  const text = `${bridge.kind}, ${formatBytes(bridge.size_bytes)}${bridge.gradient ? ' each way' : ''}`;
+  const text = `${bridge.kind}, ${formatBytes(bridge.size_bytes)}${bridge.gradient ? ' back' : ''}`;
   return bridge.text ? `${text}: ${bridge.text}` : text;
 }
 
