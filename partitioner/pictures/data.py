@@ -47,7 +47,7 @@ def _plan_data(plan: PlanData, file: str, measured: Simulation | None) -> dict[s
         "file": file,
         "made_with": f"partitioner {plan.partitioner_version}",
         "summary": summary_data(plan, lanes),
-        "stages": _stages(plan),
+        "stages": stage_data(plan),
         "graph": op_graph_data(plan),
         "devices": device_data(plan, simulation),
         "timeline": _timeline(plan, lanes, None if measured is None else lanes_of(measured)),
@@ -57,7 +57,8 @@ def _plan_data(plan: PlanData, file: str, measured: Simulation | None) -> dict[s
     }
 
 
-def _stages(plan: PlanData) -> list[dict[str, Any]]:
+def stage_data(plan: PlanData) -> list[dict[str, Any]]:
+    """Return the stages as the page lists them."""
     parent = common_parent([stage.modules for stage in plan.stages])
     return [
         {

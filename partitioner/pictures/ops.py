@@ -26,13 +26,18 @@ KINDS = {
 """The words for steps of a bridge inside a stage. To keep a value on the first rank alone moves nothing: a slice."""
 
 
-def op_graph_data(plan: PlanData) -> dict[str, Any] | None:
-    """Return the placement graph as the page draws it; None of a plan that does not remember its model."""
-    outline = plan.outline
+def op_graph_data(plan: PlanData | None, outline: ModelOutline | None = None) -> dict[str, Any] | None:
+    """Return the placement graph as the page draws it; None of a plan that does not remember its model.
+
+    ``outline``: the model's, where it is known from elsewhere. Without a plan, the model's ops as they are.
+    """
+    if outline is None and plan is not None:
+        outline = plan.outline
     if outline is None:
         return None
-    stage_of = {op: index for index, stage in enumerate(plan.stages) for op in stage.ops}
-    ways = _ways(plan)
+    stages = () if plan is None else plan.stages
+    stage_of = {op: index for index, stage in enumerate(stages) for op in stage.ops}
+    ways = {} if plan is None else _ways(plan)
     texts: dict[str, int] = {}
     layout_of = {
         op: texts.setdefault(choice_words(choices, axes), len(texts))
@@ -40,7 +45,7 @@ def op_graph_data(plan: PlanData) -> dict[str, Any] | None:
     }
     whole_of = {
         block_name(split.op, number): index
-        for index, split in enumerate(plan.splits)
+        for index, split in enumerate(() if plan is None else plan.splits)
         for number in range(len(split.sizes))
     }
     parameters = [index for index, given in enumerate(outline.inputs) if given.kind == "parameter"]
@@ -66,14 +71,20 @@ def op_graph_data(plan: PlanData) -> dict[str, Any] | None:
                 "name": outline.inputs[index].name,
                 "shape": _shape(outline.inputs[index].shape),
                 "size_bytes": outline.inputs[index].size_bytes,
-                "layout": _stored(plan, outline.inputs[index].name),
+                "layout": "" if plan is None else _stored(plan, outline.inputs[index].name),
             }
             for index in parameters
         ],
         "ops": ops,
         "layouts": list(texts),
         "tree": module_tree(outline, stage_of),
-        "bridges": [*_between_stages(plan, outline, stage_of), *_inside(outline, ways)],
+        "bridges": []
+        if plan is None
+        else [
+            *_between_stages(plan, outline, stage_of),
+            *_inside(outline, ways),
+            *_of_parameters(plan, outline, ways),
+        ],
     }
 
 
@@ -192,3 +203,33 @@ def _inside(outline: ModelOutline, ways: Mapping[str, _Way]) -> Iterator[dict[st
                     "gradient": False,
                     "text": f"{KINDS[step.kind]} over {reader[1][step.axis]}",
                 }
+
+
+def _of_parameters(
+    plan: PlanData, outline: ModelOutline, ways: Mapping[str, _Way]
+) -> Iterator[dict[str, Any]]:
+    """Yield the bridges of parameters that a stage keeps in other layouts than its ops need: from an op to itself."""
+    way = cache(steps)
+    number = {name: op for op, name in enumerate(outline.names)}
+    reads = outline.reads_of()
+    for stage in plan.stages:
+        if stage.sharding is None:
+            continue
+        stored = {name: read_placements(text) for name, text in stage.sharding.stored.items()}
+        for name in stage.ops:
+            op, (choices, axes, mesh) = number[name], ways[name]
+            for operand, read in enumerate(reads[op]):
+                given = outline.inputs[-1 - read] if read < 0 else None
+                if given is None or given.name not in stored or operand >= len(choices[0].inputs):
+                    continue
+                needed = tuple(choice.inputs[operand] for choice in choices)
+                for step in way(stored[given.name], needed, mesh)[0]:
+                    if KINDS[step.kind] != "slice":  # moves nothing
+                        yield {
+                            "from": op,
+                            "to": op,
+                            "kind": KINDS[step.kind],
+                            "size_bytes": int(given.size_bytes * step.share),
+                            "gradient": False,
+                            "text": f"{KINDS[step.kind]} of {given.name} over {axes[step.axis]}",
+                        }

@@ -3,8 +3,8 @@
     layers.0 … layers.79, all alike and on stage 0         ->   one node "layers.0-79 ×80" with 80 members
     layers.0-39 on stage 0, layers.40-79 on stage 1        ->   two folds of 40
 
-Nodes are as the page reads them. Neighbours are alike if their modules are called alike inside, their ops are of equal
-kinds, and equal ones run on the same stages.
+Nodes are as the page reads them. Neighbours are alike if their modules are called alike inside, their ops do the same to
+tensors of the same shapes, and equal ones run on the same stages.
 """
 
 from __future__ import annotations
@@ -31,8 +31,11 @@ def module_tree(outline: ModelOutline, stage_of: Mapping[str, int]) -> dict[str,
     modules = [_placed(root, path) for path in outline.modules]
     for op, module in enumerate(outline.module_of):
         modules[module].ops.append(op)
+    # What ops cost is left out: a model's first block, which owes no gradient to what is before it, is alike all the same.
+    alike = [(kind.op, kind.shape, kind.dtype) for kind in outline.kinds]
     traits = [
-        (kind, stage_of.get(name, -1)) for kind, name in zip(outline.kind_of, outline.names, strict=True)
+        (alike[kind], stage_of.get(name, -1))
+        for kind, name in zip(outline.kind_of, outline.names, strict=True)
     ]
     numbers: dict[Hashable, int] = {}
     tree, _ = _drawn(root, traits, numbers)
