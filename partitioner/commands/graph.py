@@ -17,10 +17,11 @@ from partitioner.commands.options import (
     emit,
     progress,
 )
-from partitioner.cost_graphs.plan import is_graph_plan
+from partitioner.cost_graphs.plan import GraphPlan, is_graph_plan
 from partitioner.explain.graph_of_plan import graph_of
 from partitioner.explain.rank_graph import rank_graph
 from partitioner.models.as_graph import as_graph
+from partitioner.pictures.cost_graph_data import cost_graph_drawing
 from partitioner.pictures.dot import to_dot
 from partitioner.pictures.drawing import Drawing, drawing_json
 from partitioner.pictures.graph_svg import to_svg
@@ -124,7 +125,7 @@ def _plan_drawing(target: str, stages: bool, whole: bool) -> Drawing:
     if is_graph_plan(target):
         if stages:
             raise UsageError(f"cannot draw the stages of {target}", ["a plan of a cost graph has none"])
-        raise NotImplementedError
+        return cost_graph_drawing(GraphPlan.load(target), whole=whole)
     loaded = Plan.load(target)
     return stage_drawing(loaded, whole=whole) if stages else plan_drawing(loaded, whole=whole)
 

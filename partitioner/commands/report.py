@@ -8,6 +8,7 @@ from typing import Annotated
 from cyclopts import Parameter
 
 from partitioner.commands.options import JsonFlag, check_output, emit, progress
+from partitioner.cost_graphs.plan import GraphPlan, is_graph_plan
 from partitioner.pictures.data import report_data
 from partitioner.pictures.page import render_page
 from partitioner.plan import Plan
@@ -41,7 +42,7 @@ def report(
     target = plan.with_suffix(".html") if output is None else output
     check_output(target)
     files = [plan] if other is None else [plan, other]
-    plans = [Plan.load(file) for file in files]
+    plans = [GraphPlan.load(file) if is_graph_plan(file) else Plan.load(file) for file in files]
     with progress("drawing", quiet=quiet):
         data = report_data(plans, [file.name for file in files])
         page = render_page(data)

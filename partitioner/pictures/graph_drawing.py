@@ -76,7 +76,6 @@ class _Drawer:
                 key = self._ends(read, op)
                 if key[0] != key[1]:
                     self.arrows[key].values.add(read)
-        unit = self.graph.get("cost_unit", "")
         seen = set()
         for row in self.graph["bridges"]:
             key = self._ends(row["from"], row["to"])
@@ -84,8 +83,8 @@ class _Drawer:
             if same in seen:  # a value is converted once for all that need it alike
                 continue
             seen.add(same)
-            cost = row["cost"] if unit else 0.0
-            bridge = Bridge(row["kind"], row["size_bytes"] or 0, row["gradient"], cost=cost, unit=unit)
+            cost, unit = row.get("cost", 0.0), row.get("unit", "")
+            bridge = Bridge(row["kind"], row["size_bytes"], row["gradient"], cost=cost, unit=unit)
             if key[0] == key[1]:
                 self.inside[key[0]].append(bridge)
             else:
