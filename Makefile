@@ -10,7 +10,7 @@ export OMP_NUM_THREADS ?= 1
 # compile our sources anew, a second of processor time.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: help setup demo test test-all browser lint verify-all odd-models architectures fuzz golden house faults bounds bench predict checkpoint generated docs test-docs wheel clean
+.PHONY: help setup demo test test-all browser browser-setup lint verify-all odd-models architectures fuzz golden house faults bounds bench predict checkpoint generated docs test-docs wheel clean
 
 help:
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 14
@@ -39,10 +39,12 @@ test-all: setup  ## all tests with all their cases; before an issue ends
 browser: $(BROWSER_STAMP)  ## the report page in a real browser; installs Debian's Chromium and Playwright
 	$(BIN)/python -m pytest tests/browser
 
+browser-setup: $(BROWSER_STAMP)
+
 # apt-get is run where Chromium is missing, and needs root then; elsewhere install Chromium or Chrome in another way.
 $(BROWSER_STAMP): $(STAMP)
-	command -v chromium >/dev/null || command -v google-chrome >/dev/null || (apt-get update -qq && \
-	  DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends chromium fonts-dejavu-core >/dev/null)
+	command -v chromium >/dev/null || command -v google-chrome >/dev/null || (timeout 120 apt-get update -qq && \
+	  DEBIAN_FRONTEND=noninteractive timeout 300 apt-get install -y -qq --no-install-recommends chromium fonts-dejavu-core >/dev/null)
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[browser]'
 	touch $(BROWSER_STAMP)
 

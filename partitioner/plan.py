@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from partitioner.explain.explanation import Explanation
     from partitioner.explain.rank_graph import RankGraph
     from partitioner.models.as_graph import ModelOrTrace
+    from partitioner.report.profile import Profile
     from partitioner.verify.train_report import TrainReport
     from partitioner.verify.verify import VerifyReport
     from runtime.simulate.simulate import Simulation
@@ -45,16 +46,22 @@ class Plan(PlanData):
         """Describe what differs between two plans; "" if nothing does."""
         return diff_plans(self, other)
 
-    def report(self, path: str | PathLike[str], *, beside: PlanData | None = None) -> None:
+    def report(
+        self, path: str | PathLike[str], *, beside: PlanData | None = None, profile: Profile | None = None
+    ) -> None:
         """Write the plan as one HTML file with pictures: placement graph, timeline, memory, traffic, what if.
 
-        The file needs nothing else, no network either. ``beside``: another plan to show next to this one.
+        The file needs nothing else, no network either. ``beside``: another plan to show next to this one. ``profile``: what
+        ``engine.profile()`` returned for this plan, to be laid under the prediction.
         """
         from partitioner.pictures.data import report_data
         from partitioner.pictures.page import render_page
 
         plans = (self,) if beside is None else (self, beside)
-        write_text(Path(path), render_page(report_data(plans)))
+        write_text(
+            Path(path),
+            render_page(report_data(plans, measured=None if profile is None else profile.measured)),
+        )
 
     def simulate(self) -> Simulation:
         """Rebuild the plan's programs, prove them again, and simulate one training step. Needs no model."""

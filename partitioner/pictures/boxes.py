@@ -76,6 +76,8 @@ class _Maker:
         if len(children) == 1 and children[0].kind == "op":  # the module says all that there is to say
             return Box("module", node["label"], ops_of(node), [], children[0].shown)
         shown = [op for child in children for op in child.shown]
+        if len(children) == 1 and children[0].kind == "ops":
+            children = children[0].children
         return Box("module", node["label"], ops_of(node), children, shown)
 
     def _own(self, ops: Sequence[int], firsts: Sequence[int]) -> Iterator[tuple[int, Box]]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
+from itertools import groupby
 from pathlib import PurePath
 from typing import Any
 
@@ -18,6 +19,8 @@ from partitioner.cost_graphs.plan import ANEW, GraphPlan
 from partitioner.pictures.drawing import Drawing
 from partitioner.pictures.graph_drawing import graph_drawing
 
+MOST_RUNS = 40
+"""The most boxes of devices; a placement that jumps to and fro more often is drawn without them."""
 LAYOUT_WORDS = {
     "samples": "each device has a part of the samples",
     "features": "each device has a part of the features",
@@ -90,7 +93,7 @@ def _cost(plan: GraphPlan, value: float) -> str:
 
 def _memory(plan: GraphPlan, value: float) -> str:
     known = plan.outline is not None and plan.outline.bytes_per_cost is not None
-    return format_bytes(value) if known else f"{value:.4g}"
+    return format_bytes(value) if known else f"{value:,.0f}" if 1e4 <= value < 1e15 else f"{value:.4g}"
 
 
 def _devices(plan: GraphPlan) -> list[str]:
@@ -207,7 +210,6 @@ def _graph(plan: GraphPlan, outline: GraphOutline) -> dict[str, Any]:
         ]
         for v in order
     ]
-    tree = {"name": "", "label": "graph", "class": "", "children": [], "ops": list(range(len(ops)))}
     return {
         "cost_unit": _unit(plan),
         "kinds": [_kind(name, cost) for name, cost in kinds],
@@ -218,8 +220,34 @@ def _graph(plan: GraphPlan, outline: GraphOutline) -> dict[str, Any]:
         ],
         "ops": ops,
         "layouts": list(LAYOUT_WORDS.values()),
-        "tree": {**tree, "first": 0, "count": len(ops), "times": 1},
+        "tree": _tree([stage_of[v] for v in order], list(device)),
         "bridges": list(_bridges(plan, outline, stage_of, number)),
+    }
+
+
+def _tree(stages: list[int], devices: list[str]) -> dict[str, Any]:
+    """Put neighbours on one device into a box of it, if that are a few boxes; else leave the graph flat."""
+    runs = [list(run) for _, run in groupby(range(len(stages)), key=stages.__getitem__)]
+    if not 1 < len(runs) <= MOST_RUNS:
+        return _branch("graph", [], list(range(len(stages))))
+    children = [
+        _branch(counted(len(run), "node"), [], run, f"{devices[stages[run[0]]]}, {number}")
+        for number, run in enumerate(runs)
+        if len(run) > 1
+    ]
+    return _branch("graph", children, [run[0] for run in runs if len(run) == 1])
+
+
+def _branch(label: str, children: list[dict[str, Any]], ops: list[int], name: str = "") -> dict[str, Any]:
+    return {
+        "name": name,
+        "label": label,
+        "class": "",
+        "children": children,
+        "ops": ops,
+        "first": ops[0] if ops else 0,
+        "count": len(ops) + sum(child["count"] for child in children),
+        "times": 1,
     }
 
 

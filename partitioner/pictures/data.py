@@ -12,7 +12,7 @@ from typing import Any
 from cost_models.errors import UsageError
 from partitioner.cost_graphs.plan import GraphPlan
 from partitioner.pictures.cost_graph_data import cost_graph_data, graph_plan_differences
-from partitioner.pictures.lanes import Lanes, critical_path, lanes_of
+from partitioner.pictures.lanes import Lane, Lanes, critical_path, lanes_of, span_of
 from partitioner.pictures.memory import memory_data
 from partitioner.pictures.ops import op_graph_data
 from partitioner.pictures.summary import summary_data
@@ -70,7 +70,7 @@ def _plan_data(plan: PlanData, file: str, measured: Simulation | None) -> dict[s
         "stages": stage_data(plan),
         "graph": op_graph_data(plan),
         "devices": device_data(plan, simulation),
-        "timeline": _timeline(plan, lanes, None if measured is None else lanes_of(measured)),
+        "timeline": _timeline(plan, lanes, measured),
         "memory": memory_data(plan, simulation, lanes),
         "traffic": traffic_data(plan, simulation),
         "what_if": what_if_data(plan, simulation),
@@ -96,7 +96,7 @@ def stage_data(plan: PlanData) -> list[dict[str, Any]]:
     ]
 
 
-def _timeline(plan: PlanData, lanes: Lanes, measured: Lanes | None) -> dict[str, Any]:
+def _timeline(plan: PlanData, lanes: Lanes, measured: Simulation | None) -> dict[str, Any]:
     critical, waits = critical_path(lanes)
     shown = _shown(lanes)
     return {
@@ -120,21 +120,26 @@ def _timeline(plan: PlanData, lanes: Lanes, measured: Lanes | None) -> dict[str,
         "inside": [row for index in range(len(plan.stages)) for row in _inside(plan, index)],
         "critical": [[lane, index] for lane, index in critical if lane < shown],
         "waits": {f"{lane}:{index}": text for (lane, index), text in waits.items() if lane < shown},
-        "measured": None if measured is None else {"lanes": _lanes(measured, _shown(measured))},
+        "measured": None if measured is None else {"lanes": _measured(plan, lanes, measured)},
     }
 
 
 def _inside(plan: PlanData, index: int) -> list[dict[str, Any]]:
-    """Sum up the collectives inside a stage's computes, per micro-batch, by kind and axis."""
+    """Sum up the collectives inside a stage's computes, per micro-batch: alike ones in one row, the longest first."""
     sharding = plan.stages[index].sharding
-    found: dict[tuple[str, str], dict[str, Any]] = {}
+    found: dict[tuple[Any, ...], dict[str, Any]] = {}
     for item in () if sharding is None else sharding.collectives:
-        kind = item.kind.replace("_", "-")
-        new = {"stage": index, "kind": kind, "axis": item.axis, "forward": 0.0, "backward": 0.0, "count": 0}
-        row = found.setdefault((kind, item.axis), new)
-        row["backward" if item.backward else "forward"] += item.seconds
+        alike = {
+            "stage": index,
+            "kind": item.kind.replace("_", "-"),
+            "axis": item.axis,
+            "backward": item.backward,
+            "size_bytes": item.size_bytes,
+        }
+        row = found.setdefault(tuple(alike.values()), {**alike, "count": 0, "seconds": 0.0})
         row["count"] += 1
-    return sorted(found.values(), key=lambda row: -row["forward"] - row["backward"])
+        row["seconds"] += item.seconds
+    return sorted(found.values(), key=lambda row: -row["seconds"])
 
 
 def _shown(lanes: Lanes) -> int:
@@ -160,6 +165,16 @@ def _lanes(lanes: Lanes, shown: int) -> list[dict[str, Any]]:
         }
         for lane in lanes.lanes[:shown]
     ]
+
+
+def _measured(plan: PlanData, lanes: Lanes, measured: Simulation) -> list[dict[str, Any]]:
+    """Return, for each lane, what its first rank was measured to do. Measured ranks play the used devices in order."""
+    position = {device: rank for rank, device in enumerate(plan.used_devices)}
+    own = [
+        Lane(lane.ranks, tuple(map(span_of, measured.timeline[position[lane.ranks[0]]])))
+        for lane in lanes.lanes
+    ]
+    return _lanes(Lanes(measured.step_seconds, tuple(own), ()), len(own))
 
 
 def _moment(seconds: float) -> float:

@@ -139,6 +139,11 @@ class _Drawer:
             yield kind or name
             if kind:
                 yield name
+            layout = ops[box.ops[0]][6]
+            if (
+                layout >= 0 and "cost_unit" in self.graph
+            ):  # few words; a traced model's ways to run an op are many
+                yield self.graph["layouts"][layout]
         else:
             yield box.label
             if not is_open:

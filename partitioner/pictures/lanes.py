@@ -67,17 +67,18 @@ def lanes_of(simulation: Simulation) -> Lanes:
     alike: dict[object, list[int]] = {}
     for rank, occupied in enumerate(simulation.timeline):
         if occupied:
-            spans = tuple(map(_span, occupied))
+            spans = tuple(map(span_of, occupied))
             held = simulation.peak_bytes[rank] if simulation.memory else 0
             alike.setdefault((spans, held), []).append(rank)
     lanes = tuple(
-        Lane(tuple(ranks), tuple(map(_span, simulation.timeline[ranks[0]]))) for ranks in alike.values()
+        Lane(tuple(ranks), tuple(map(span_of, simulation.timeline[ranks[0]]))) for ranks in alike.values()
     )
     lane_of = {rank: number for number, lane in enumerate(lanes) for rank in lane.ranks}
     return Lanes(simulation.step_seconds, lanes, _representatives(simulation.transfers, lane_of))
 
 
-def _span(occupied: Occupied) -> Span:
+def span_of(occupied: Occupied) -> Span:
+    """Return a piece of work of a lane."""
     instruction = occupied.instruction
     start, end = occupied.start_seconds, occupied.end_seconds
     if isinstance(instruction, Compute):

@@ -1,4 +1,4 @@
-"""How stages, micro-batches and kinds of memory are told apart in still pictures: a colour, and a hatch from the ninth on.
+"""Colours that tell stages, micro-batches and kinds of memory apart in still pictures; from the ninth on a hatch helps.
 
 The colours are those of the report page in its light theme: eight that people with any colour vision tell apart
 (M. Okabe and K. Ito, "Color Universal Design", two of them made darker), thinned so that black text stands on them.

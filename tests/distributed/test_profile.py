@@ -6,6 +6,7 @@ import dataclasses
 import json
 import time
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from cost_models.cluster import ClusterSpec
 from cost_models.errors import UsageError
 from partitioner import Plan, partition
 from partitioner.engine.engine import Engine
+from partitioner.pictures.data import report_data
 from partitioner.report.profile import Profile
 from runtime.program.program import Forward
 from runtime.ranks.clock_offset import clock_offset
@@ -98,6 +100,19 @@ def test_off_it_is_not_there_and_on_it_trains_alike(
         assert (result["hooks"], result["left"], result["step"]) == (0, 1, 5)
         assert "no batch was given" in result["none"]
         assert all(torch.equal(tensor, parameters[name]) for name, tensor in result["parameters"].items())
+
+
+def test_a_report_lays_it_under_the_prediction(
+    plan: Plan, results: list[dict[str, Any]], tmp_path: Path
+) -> None:
+    profile: Profile = results[0]["profile"]
+    timeline = report_data([plan], measured=profile.measured)["plans"][0]["timeline"]
+    for predicted, measured in zip(timeline["lanes"], timeline["measured"]["lanes"], strict=True):
+        assert sorted(span[2:] for span in measured["spans"]) == sorted(
+            span[2:] for span in predicted["spans"]
+        )
+    plan.report(tmp_path / "plan.html", profile=profile)
+    assert '"measured":{"lanes"' in (tmp_path / "plan.html").read_text()
 
 
 def test_what_is_measured_fits_the_programs_and_adds_up(plan: Plan, results: list[dict[str, Any]]) -> None:

@@ -379,7 +379,7 @@ def _timeline(stages: int, microbatches: int, forward: float, backward: float) -
                 "stage": stage,
                 "kind": "all-reduce",
                 "axis": "tensor",
-                "value": "op_5",
+                "count": 2,
                 "seconds": 0.01 if is_backward else 0.005,
                 "backward": is_backward,
                 "size_bytes": 2**27,

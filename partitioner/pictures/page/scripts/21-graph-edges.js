@@ -58,23 +58,30 @@ function bridgeLook(kind) {
   return BRIDGE_LOOKS[kind] || 'send';
 }
 
+/** Bytes; of a graph that knows none, its costs. */
+function bridgeAmount(bytes, cost, unit) {
+  return unit ? formatCost(cost, unit) : formatBytes(bytes);
+}
+
 /** Bridges as short lines: kind, how many, bytes. `gradient`: as many bytes come back as the gradient of the value. */
 function bridgeLines(bridges) {
   const sums = new Map();
   for (const bridge of bridges) {
     const key = `${bridge.kind}${bridge.gradient}`;
-    const sum = sums.get(key) || {kind: bridge.kind, gradient: bridge.gradient, count: 0, bytes: 0};
+    const {kind, gradient, unit} = bridge;
+    const sum = sums.get(key) || {kind, gradient, unit, count: 0, bytes: 0, cost: 0};
     sum.count += 1;
     sum.bytes += bridge.size_bytes;
+    sum.cost += bridge.cost || 0;
     sums.set(key, sum);
   }
   return [...sums.values()]
-    .sort((a, b) => b.bytes - a.bytes)
+    .sort((a, b) => b.bytes - a.bytes || b.cost - a.cost)
     .map((sum) => ({
       kind: sum.kind,
       bytes: sum.bytes,
       text:
-        `${sum.kind}${sum.count > 1 ? ` ${sum.count}×` : ''} ${formatBytes(sum.bytes)}` +
+        `${sum.kind}${sum.count > 1 ? ` ${sum.count}×` : ''} ${bridgeAmount(sum.bytes, sum.cost, sum.unit)}` +
         (sum.gradient ? ' each way' : ''),
     }));
 }

@@ -184,22 +184,14 @@ function timelineLegend(timeline) {
 }
 
 function insideTable(timeline) {
-  const groups = new Map(); // those of one stage that are alike: one row
-  for (const item of timeline.inside) {
-    const key = [item.stage, item.kind, item.axis, item.backward, item.size_bytes].join('|');
-    const group = groups.get(key) || {...item, count: 0, seconds: 0};
-    group.count += 1;
-    group.seconds += item.seconds;
-    groups.set(key, group);
-  }
   return el(
     'div',
     null,
     el('h3', null, 'Collectives inside of the computations'),
     table(
-      'Those that take longest, per micro-batch: part of the blocks above',
-      ['stage', 'kind', 'along', 'during', 'times', 'bytes each', 'take'],
-      [...groups.values()].map((item) => [
+      'Per micro-batch: part of the blocks above',
+      ['stage', 'kind', 'along', 'during', 'times', 'bytes each', 'take together'],
+      timeline.inside.map((item) => [
         el('span', null, badge(item.stage), ` stage ${item.stage}`),
         item.kind,
         item.axis || '–',
@@ -253,7 +245,7 @@ function spanText(model, lane, index) {
   return [
     `${timeline.lanes[lane].label}: ${spanName(span)}`,
     `${formatSeconds(span[1] - span[0])}, from ${formatSeconds(span[0])} to ${formatSeconds(span[1])}`,
-    inside > 0 && `${timeline.inside_seconds ? '' : 'at least '}${formatSeconds(inside)} of it in collectives`,
+    inside > 0 && `${formatSeconds(inside)} of it in collectives`,
     timeline.waits[key],
     critical.has(key) && 'on the critical path: shortening it shortens the step',
     more,
@@ -262,11 +254,10 @@ function spanText(model, lane, index) {
     .join('\n');
 }
 
-/** Seconds of a block that its collectives take: all of them where the data says, else those that are listed. */
+/** Seconds of a block that its collectives take. */
 function insideOf(timeline, [, , kind, stage]) {
   if (stage < 0 || !'FBI'.includes(kind)) return 0;
   const isBackward = kind !== 'F';
-  if (timeline.inside_seconds) return timeline.inside_seconds[stage][isBackward ? 1 : 0];
   return timeline.inside.reduce(
     (sum, item) => sum + (item.stage === stage && item.backward === isBackward ? item.seconds : 0),
     0,

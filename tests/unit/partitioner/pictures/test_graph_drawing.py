@@ -120,7 +120,7 @@ def test_a_long_flat_model_is_cut_into_parts() -> None:
     kind = made_report()["plans"][0]["graph"]["kinds"][0]
     ops = [[f"op{n}", 0, -1, -1, [n - 1] if n else [], [], -1, -1] for n in range(count)]
     tree = {"name": "", "label": "model", "children": [], "ops": list(range(count)), "first": 0}
-    graph = {"kinds": [kind], "parameters": [], "ops": ops, "tree": tree, "bridges": []}
+    graph = {"kinds": [kind], "parameters": [], "ops": ops, "tree": tree, "bridges": [], "layouts": []}
     drawing = graph_drawing(graph, "flat")
     assert len(boxes(drawing)) <= 300
     assert len(drawing.edges) == len([box for box in boxes(drawing) if not box.children]) - 1
