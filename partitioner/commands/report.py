@@ -9,6 +9,7 @@ from cyclopts import Parameter
 
 from cost_models.errors import UsageError
 from partitioner.commands.options import JsonFlag, check_output, emit, progress
+from partitioner.cost_graphs.plan import GraphPlan, is_graph_plan
 from partitioner.pictures.data import report_data
 from partitioner.pictures.page import render_page
 from partitioner.plan import Plan
@@ -48,7 +49,7 @@ def report(
             ["it is the plan file, which would be lost"],
             ["--output report.html"],
         )
-    plans = [Plan.load(file) for file in files]
+    plans = [GraphPlan.load(file) if is_graph_plan(file) else Plan.load(file) for file in files]
     with progress("drawing", quiet=quiet):
         data = report_data(plans, [file.name for file in files])
         page = render_page(data)

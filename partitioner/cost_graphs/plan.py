@@ -16,6 +16,7 @@ from pydantic import Field, model_validator
 from cost_models.errors import UsageError
 from cost_models.shown import printable
 from cost_models.units import counted, percent
+from partitioner.cost_graphs.outline import GraphOutline, outline_contradictions, outline_of
 from partitioner.cost_graphs.read import GraphFormat, ReadGraph
 from partitioner.record.base import Amount, CertificateRecord, Natural, Record, package_version
 from partitioner.record.file import PlanFile, read_text
@@ -101,6 +102,9 @@ class GraphPlan(PlanFile):
     )
     prediction: GraphPrediction
     certificate: GraphCertificate
+    outline: GraphOutline | None = Field(
+        default=None, description="the graph itself, for pictures; null: made before plans had it"
+    )
 
     @model_validator(mode="after")
     def _consistent(self) -> GraphPlan:
@@ -116,6 +120,8 @@ class GraphPlan(PlanFile):
             if len(held) != expected:
                 of_nodes = f", the graph has {expected}" if there else f", strategy {self.strategy} has none"
                 lost.append(f"{what}: {len(held)} nodes{of_nodes}")
+        if self.outline is not None:
+            lost += outline_contradictions(self.outline, [*self.placements, *self.layouts])
         if lost:
             raise ValueError("\n".join(lost[:20]))
         return self
@@ -200,7 +206,13 @@ def _record(read: ReadGraph, found: PlacementResult, contiguous: bool, objective
             transfers=costs.transfers,
         ),
         certificate=GraphCertificate(**asdict(found.certificate)),
+        outline=outline_of(graph, found.placement, bytes_per_cost(read)),
     )
+
+
+def bytes_per_cost(read: ReadGraph) -> float | None:
+    """Return the bytes that are sent at an output cost of 1; None where the file has costs alone."""
+    return None if read.profile is None else read.bytes_per_second / 1e3  # a profile's costs are milliseconds
 
 
 def _render(plan: GraphPlan) -> str:

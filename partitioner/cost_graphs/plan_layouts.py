@@ -6,6 +6,7 @@ import math
 from dataclasses import asdict, replace
 
 from cost_models.errors import UsageError
+from partitioner.cost_graphs.outline import outline_of
 from partitioner.cost_graphs.pipedream import PipeDreamProfile
 from partitioner.cost_graphs.pipedream_layouts import kind_of, layout_problem
 from partitioner.cost_graphs.plan import (
@@ -13,6 +14,7 @@ from partitioner.cost_graphs.plan import (
     GraphPlan,
     GraphPrediction,
     MachineInfo,
+    bytes_per_cost,
     graph_info,
 )
 from partitioner.cost_graphs.read import ReadGraph
@@ -57,6 +59,7 @@ def plan_feature_wise(read: ReadGraph, time_limit_seconds: float = 60.0) -> Grap
             transfers=sent * 1e3,
         ),
         certificate=_per_minibatch(found.certificate, value),
+        outline=outline_of(graph, None, bytes_per_cost(read)),
     )
 
 

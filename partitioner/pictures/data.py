@@ -9,6 +9,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from cost_models.errors import UsageError
+from partitioner.cost_graphs.plan import GraphPlan
+from partitioner.pictures.cost_graph_data import cost_graph_data, graph_plan_differences
 from partitioner.pictures.lanes import Lane, Lanes, critical_path, lanes_of, span_of
 from partitioner.pictures.memory import memory_data
 from partitioner.pictures.ops import op_graph_data
@@ -29,16 +32,33 @@ MOST_SPANS = 60_000
 
 @collector_paused()  # spans and messages are many small objects, none of them garbage
 def report_data(
-    plans: Sequence[PlanData], files: Sequence[str] = (), measured: Simulation | None = None
+    plans: Sequence[PlanData | GraphPlan], files: Sequence[str] = (), measured: Simulation | None = None
 ) -> dict[str, Any]:
-    """Return the data of a report of one or two plans. ``files``: their names; ``measured``: a step of the first."""
+    """Return the data of a report of one or two plans. ``files``: their names; ``measured``: a step of the first.
+
+    Raises UsageError for a plan of a model beside one of a cost graph.
+    """
     names = [*files, *[""] * (len(plans) - len(files))]
+    differences = _differences(*plans) if len(plans) == 2 else []
     drawn = [
-        _plan_data(plan, name, measured if number == 0 else None)
+        cost_graph_data(plan, name)
+        if isinstance(plan, GraphPlan)
+        else _plan_data(plan, name, measured if number == 0 else None)
         for number, (plan, name) in enumerate(zip(plans, names, strict=True))
     ]
-    differences = diff_plans(*plans).splitlines() if len(plans) == 2 else []
     return {"plans": drawn, "differences": differences}
+
+
+def _differences(first: PlanData | GraphPlan, second: PlanData | GraphPlan) -> list[str]:
+    if isinstance(first, PlanData) and isinstance(second, PlanData):
+        return diff_plans(first, second).splitlines()
+    if isinstance(first, GraphPlan) and isinstance(second, GraphPlan):
+        return graph_plan_differences(first, second)
+    raise UsageError(
+        "cannot draw these two plans side by side",
+        ["one is the plan of a model, the other one of a cost graph"],
+        ["make a report of each"],
+    )
 
 
 def _plan_data(plan: PlanData, file: str, measured: Simulation | None) -> dict[str, Any]:
@@ -50,7 +70,7 @@ def _plan_data(plan: PlanData, file: str, measured: Simulation | None) -> dict[s
         "file": file,
         "made_with": f"partitioner {plan.partitioner_version}",
         "summary": summary_data(plan, lanes),
-        "stages": _stages(plan),
+        "stages": stage_data(plan),
         "graph": op_graph_data(plan),
         "devices": device_data(plan, simulation),
         "timeline": _timeline(plan, lanes, measured),
@@ -60,7 +80,8 @@ def _plan_data(plan: PlanData, file: str, measured: Simulation | None) -> dict[s
     }
 
 
-def _stages(plan: PlanData) -> list[dict[str, Any]]:
+def stage_data(plan: PlanData) -> list[dict[str, Any]]:
+    """Return the stages as the page lists them."""
     parent = common_parent([stage.modules for stage in plan.stages])
     return [
         {

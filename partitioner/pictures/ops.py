@@ -15,20 +15,26 @@ from passes.shard.words import Choice, read_choice, read_placements
 from passes.split.values import block_name
 
 
-def op_graph_data(plan: PlanData) -> dict[str, Any] | None:
-    """Return the placement graph as the page draws it; None of a plan that does not remember its model."""
-    outline = plan.outline
+def op_graph_data(plan: PlanData | None, outline: ModelOutline | None = None) -> dict[str, Any] | None:
+    """Return the placement graph as the page draws it; None of a plan that does not remember its model.
+
+    ``outline``: the model's, where it is known from elsewhere. Without a plan, the model's ops as they are.
+    """
+    if outline is None and plan is not None:
+        outline = plan.outline
     if outline is None:
         return None
-    stage_of = {op: index for index, stage in enumerate(plan.stages) for op in stage.ops}
+    stages = () if plan is None else plan.stages
+    stage_of = {op: index for index, stage in enumerate(stages) for op in stage.ops}
+    ways = {} if plan is None else _ways(plan)
     texts: dict[str, int] = {}
     words = cache(choice_words)
     layout_of = {
-        op: texts.setdefault(words(choices, axes), len(texts)) for op, (choices, axes) in _ways(plan).items()
+        op: texts.setdefault(words(choices, axes), len(texts)) for op, (choices, axes) in ways.items()
     }
     whole_of = {
         block_name(split.op, number): index
-        for index, split in enumerate(plan.splits)
+        for index, split in enumerate(() if plan is None else plan.splits)
         for number in range(len(split.sizes))
     }
     parameters = [index for index, given in enumerate(outline.inputs) if given.kind == "parameter"]
@@ -54,14 +60,14 @@ def op_graph_data(plan: PlanData) -> dict[str, Any] | None:
                 "name": outline.inputs[index].name,
                 "shape": _shape(outline.inputs[index].shape),
                 "size_bytes": outline.inputs[index].size_bytes,
-                "layout": _stored(plan, outline.inputs[index].name),
+                "layout": "" if plan is None else _stored(plan, outline.inputs[index].name),
             }
             for index in parameters
         ],
         "ops": ops,
         "layouts": list(texts),
         "tree": module_tree(outline, stage_of, layout_of),
-        "bridges": bridges_data(plan, outline),
+        "bridges": [] if plan is None else bridges_data(plan, outline),
     }
 
 

@@ -3,8 +3,8 @@
     layers.0 … layers.79, all alike and on stage 0         ->   one node "layers.0-79 ×80" with 80 members
     layers.0-39 on stage 0, layers.40-79 on stage 1        ->   two folds of 40
 
-Nodes are as the page reads them. Neighbours are alike if their modules are called alike inside, and their ops are of equal
-kinds, run on the same stages and in the same layouts.
+Nodes are as the page reads them. Neighbours are alike if their modules are called alike inside, and their ops do the same
+to tensors of the same shapes, run on the same stages and in the same layouts.
 """
 
 from __future__ import annotations
@@ -36,8 +36,10 @@ def module_tree(
     modules = [_placed(root, path) for path in outline.modules]
     for op, module in enumerate(outline.module_of):
         modules[module].ops.append(op)
+    # What ops cost is left out: a model's first block, which owes no gradient to what is before it, is alike all the same.
+    alike = [(kind.op, kind.shape, kind.dtype) for kind in outline.kinds]
     traits = [
-        (kind, stage_of.get(name, -1), layout_of.get(name, -1))
+        (alike[kind], stage_of.get(name, -1), layout_of.get(name, -1))
         for kind, name in zip(outline.kind_of, outline.names, strict=True)
     ]
     numbers: dict[Hashable, int] = {}

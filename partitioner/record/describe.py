@@ -16,7 +16,7 @@ from cost_models.units import counted, format_bytes, percent
 from partitioner.record.base import package_version
 from partitioner.record.data import PlanT
 from partitioner.record.describe_certificate import describe_certificate
-from partitioner.record.describe_outline import describe_outline, describe_state
+from partitioner.record.describe_outline import describe_outline, describe_state, op_amounts
 from partitioner.record.describe_sharding import describe_sharding
 from partitioner.record.modules import modules_of_stages
 from partitioner.record.records import (
@@ -103,7 +103,9 @@ def describe(kind: type[PlanT], graph: OpGraph, cluster: ClusterSpec, compiled: 
             *_notes(graph, recompute, sizes),
             *_guesses(graph, compiled.costs),
         ),
-        outline=describe_outline(outcome.judge.graph, outcome.judge.costs, sizes[0], cluster.devices[0]),
+        outline=describe_outline(
+            outcome.judge.graph, sizes[0], op_amounts(outcome.judge.costs, sizes[0], cluster.devices[0])
+        ),
     )
 
 

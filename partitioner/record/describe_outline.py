@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import sympy
@@ -19,14 +19,15 @@ from passes.shard.words import operands
 from runtime.segment.code import TensorSpec
 
 Key = TypeVar("Key", bound=Hashable)
+OpAmounts = tuple[float, float, float, float, float, float]
+"""An op's FLOPs forward and backward, bytes that it makes and keeps, and seconds forward and backward."""
 
 
-def describe_outline(graph: OpGraph, costs: GraphCosts, samples: int, device: ComputeDevice) -> ModelOutline:
-    """Write down ``graph`` for pictures. Amounts are of micro-batches of ``samples`` on ``device``."""
-    symbols = {**graph.example_sizes, graph.batch.batch_symbol: samples}
+def op_amounts(costs: GraphCosts, samples: int, device: ComputeDevice) -> Iterator[OpAmounts]:
+    """Yield the amounts of each op, for micro-batches of ``samples`` on ``device``."""
     work, seconds = costs.at(samples), costs.seconds(samples, device)
     exact, sizes = costs.exact(samples), costs.exact(samples).storage_bytes(samples)
-    amounts = zip(
+    yield from zip(
         work.forward_flops.tolist(),
         (work.backward_input_flops + work.backward_weight_flops).tolist(),
         work.output_bytes.tolist(),
@@ -35,6 +36,15 @@ def describe_outline(graph: OpGraph, costs: GraphCosts, samples: int, device: Co
         (seconds.backward_input + seconds.backward_weight).tolist(),
         strict=True,
     )
+
+
+def describe_outline(
+    graph: OpGraph, samples: int, amounts: Iterable[OpAmounts] | None = None
+) -> ModelOutline:
+    """Write down ``graph`` for pictures of micro-batches of ``samples``. Without ``amounts``, ops cost nothing."""
+    symbols = {**graph.example_sizes, graph.batch.batch_symbol: samples}
+    if amounts is None:
+        amounts = ((0.0, 0.0, _output_bytes(node, symbols), 0, 0.0, 0.0) for node in graph.ops)
     modules: dict[str, int] = {}
     sources: dict[str, int] = {}
     kinds: dict[tuple[Any, ...], int] = {}
@@ -45,7 +55,7 @@ def describe_outline(graph: OpGraph, costs: GraphCosts, samples: int, device: Co
         spec = _first_result(node, symbols)
         shape = () if spec is None else spec.concrete(symbols)
         dtype = "" if spec is None else str(spec.dtype).removeprefix("torch.")
-        kind_of.append(_number(kinds, (str(node.target), shape, dtype, *own)))
+        kind_of.append(_number(kinds, (_op_name(node), shape, dtype, *own)))
         module_of.append(_number(modules, str(node.meta.get("module_path", ""))))
         source_of.append(_number(sources, str(node.meta.get("source", ""))))
         tensors = operands(node)  # in the order of the needs of a sharded op; sizes behind them
@@ -80,6 +90,18 @@ def _first_result(node: fx.Node, symbols: Mapping[sympy.Symbol, int]) -> TensorS
     dims = () if spec is None else spec.shape
     unknown = {s for dim in dims if not isinstance(dim, int) for s in dim.free_symbols}.difference(symbols)
     return None if unknown else spec
+
+
+def _op_name(node: fx.Node) -> str:
+    """Name an op: aten.linear.default, getitem."""
+    if isinstance(node.target, torch._ops.OpOverload):
+        return str(node.target)
+    return str(getattr(node.target, "__name__", node.target))
+
+
+def _output_bytes(node: fx.Node, symbols: Mapping[sympy.Symbol, int]) -> int:
+    spec = _first_result(node, symbols)
+    return 0 if spec is None else spec.size_bytes(symbols)
 
 
 def _input(graph: OpGraph, given: GraphInput, symbols: Mapping[sympy.Symbol, int]) -> OutlineInput:

@@ -22,6 +22,11 @@ function formatBytes(value) {
   return scaled(value, 1024, ['B', 'KiB', 'MiB', 'GiB', 'TiB', 'PiB', 'EiB']);
 }
 
+/** A cost in the unit of its file. */
+function formatCost(value, unit) {
+  return `${Number(value.toPrecision(4))} ${unit}`;
+}
+
 function formatBandwidth(value) {
   return scaled(value, 1000, ['B/s', 'kB/s', 'MB/s', 'GB/s', 'TB/s', 'PB/s']);
 }

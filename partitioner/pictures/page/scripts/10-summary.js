@@ -150,25 +150,34 @@ function alternativesTable(summary) {
   );
 }
 
+/** Columns of the stages' table. What a plan does not know of any stage is left out; it may bring some of its own. */
+const STAGE_COLUMNS = [
+  ['mesh', (stage) => stage.mesh],
+  ['parameters', (stage) => stage.parameter_bytes, formatBytes],
+  ['forward', (stage) => stage.forward_seconds, formatSeconds],
+  ['backward', (stage) => stage.backward_seconds, formatSeconds],
+  ['in flight', (stage) => stage.in_flight, String],
+];
+
 function stagesTable(plan) {
+  const {stages} = plan;
+  const own = (stages[0].facts || []).map(([title], at) => [title, (stage) => stage.facts[at][1]]);
+  const columns = [...STAGE_COLUMNS, ...own].filter(([, value]) => stages.some((stage) => value(stage) !== null));
+  const cell = (value, format) => (value === null ? '–' : format ? format(value) : value);
   return el(
     'div',
     null,
-    el('h3', null, plan.stages.length > 1 ? 'Stages' : 'One stage'),
+    el('h3', null, stages.length > 1 ? 'Stages' : 'One stage'),
     table(
       'Which devices compute what',
-      ['stage', 'devices', 'modules', 'mesh', 'parameters', 'forward', 'backward', 'in flight'],
-      plan.stages.map((stage, index) => [
+      ['stage', 'devices', 'modules', ...columns.map(([title]) => title)],
+      stages.map((stage, index) => [
         el('span', null, badge(index), ' ', stage.name),
         stage.devices,
         stage.modules,
-        stage.mesh || '–',
-        formatBytes(stage.parameter_bytes),
-        formatSeconds(stage.forward_seconds),
-        formatSeconds(stage.backward_seconds),
-        String(stage.in_flight),
+        ...columns.map(([, value, format]) => cell(value(stage), format)),
       ]),
-      [4, 5, 6, 7],
+      columns.flatMap(([title], at) => (title === 'mesh' ? [] : [at + 3])),
     ),
   );
 }

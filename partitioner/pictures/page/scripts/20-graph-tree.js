@@ -177,6 +177,7 @@ const AMOUNTS = [
   'saved_bytes',
   'forward_seconds',
   'backward_seconds',
+  'cost',
 ];
 
 /** The sums of a box's ops; computed once. */

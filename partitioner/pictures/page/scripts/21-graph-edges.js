@@ -58,25 +58,33 @@ function bridgeLook(kind) {
   return BRIDGE_LOOKS[kind] || 'send';
 }
 
+/** Bytes; of a graph that knows none, its costs. */
+function bridgeAmount(bytes, cost, unit) {
+  return unit ? formatCost(cost, unit) : formatBytes(bytes);
+}
+
 /** Bridges as short lines: kind, how many, bytes. `gradient`: it goes back, from the reader of a value to its maker. */
 function bridgeLines(bridges) {
   const sums = new Map();
   for (const bridge of bridges) {
-    const sum = sums.get(bridge.kind) || {kind: bridge.kind, there: [0, 0], back: [0, 0]};
+    const {kind, unit} = bridge;
+    const sum = sums.get(kind) || {kind, unit, there: [0, 0, 0], back: [0, 0, 0]};
     const way = bridge.gradient ? sum.back : sum.there;
     way[0] += 1;
     way[1] += bridge.size_bytes;
-    sums.set(bridge.kind, sum);
+    way[2] += bridge.cost || 0;
+    sums.set(kind, sum);
   }
-  const line = (kind, [count, bytes], words) => ({
+  const line = (kind, unit, [count, bytes, cost], words) => ({
     kind,
     bytes,
-    text: `${kind}${count > 1 ? ` ${count}×` : ''} ${formatBytes(bytes)}${words}`,
+    cost,
+    text: `${kind}${count > 1 ? ` ${count}×` : ''} ${bridgeAmount(bytes, cost, unit)}${words}`,
   });
   return [...sums.values()]
-    .flatMap(({kind, there, back}) => {
-      if (there[0] === back[0] && there[1] === back[1]) return [line(kind, there, ' each way')];
-      return [there[0] && line(kind, there, ''), back[0] && line(kind, back, ' back')].filter(Boolean);
+    .flatMap(({kind, unit, there, back}) => {
+      if (there.every((amount, index) => amount === back[index])) return [line(kind, unit, there, ' each way')];
+      return [there[0] && line(kind, unit, there, ''), back[0] && line(kind, unit, back, ' back')].filter(Boolean);
     })
-    .sort((a, b) => b.bytes - a.bytes);
+    .sort((a, b) => b.bytes - a.bytes || b.cost - a.cost);
 }

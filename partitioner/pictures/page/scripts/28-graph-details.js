@@ -35,6 +35,20 @@ function jump(text, go) {
   return el('button', {type: 'button', class: 'jump', onclick: go}, short(text, 120));
 }
 
+/** What ops take: of a traced model arithmetic, time and bytes, of a cost graph its costs. */
+function amounts(sums, graph) {
+  if (graph.cost_unit) return [['cost', formatCost(sums.cost, graph.cost_unit)]];
+  return [
+    ['arithmetic', `${formatFlops(sums.forward_flops)} forward, ${formatFlops(sums.backward_flops)} backward`],
+    ['time', timeWords(sums)],
+    ['kept for backward', sums.saved_bytes > 0 && formatBytes(sums.saved_bytes)],
+  ];
+}
+
+function figuresNote(graph) {
+  return !graph.cost_unit && el('p', {class: 'muted'}, 'Figures are for one micro-batch.');
+}
+
 function timeWords(cost) {
   const forward = `${formatSeconds(cost.forward_seconds)} forward`;
   return cost.backward_seconds > 0 ? `${forward}, ${formatSeconds(cost.backward_seconds)} backward` : forward;
@@ -52,11 +66,9 @@ function opDetails(box, view) {
       ['name', name],
       ['in', inside(box, view)],
       ['computed on', stageWords(stage, plan)],
-      ['result', `${kind.shape} ${kind.dtype}, ${formatBytes(kind.output_bytes)}`],
+      ['result', !graph.cost_unit && `${kind.shape} ${kind.dtype}, ${formatBytes(kind.output_bytes)}`],
       ['layout', layout >= 0 && graph.layouts[layout]],
-      ['arithmetic', `${formatFlops(kind.forward_flops)} forward, ${formatFlops(kind.backward_flops)} backward`],
-      ['time', timeWords(kind)],
-      ['kept for backward', kind.saved_bytes > 0 && formatBytes(kind.saved_bytes)],
+      ...amounts(kind, graph),
       ['runs', kind.target && el('code', null, kind.target)],
     ),
     source >= 0 && el('div', null, el('h4', null, 'Source line'), el('pre', null, graph.sources[source])),
@@ -64,17 +76,18 @@ function opDetails(box, view) {
     listOf('Bridges', bridges, (bridge) => bridgeLine(bridge)),
     listOf('Reads', inputs, (index) => jump(graph.ops[index][0], () => choose(boxes.boxOfOp[index]))),
     listOf('Read by', readers, (index) => jump(graph.ops[index][0], () => choose(boxes.boxOfOp[index]))),
-    el('p', {class: 'muted'}, 'Figures are for one micro-batch.'),
+    figuresNote(graph),
   ];
 }
 
 function parameterLine(parameter) {
-  const text = `${parameter.name}, ${parameter.shape}, ${formatBytes(parameter.size_bytes)}`;
+  const text = [parameter.name, parameter.shape, formatBytes(parameter.size_bytes)].filter(Boolean).join(', ');
   return parameter.layout ? `${text}: ${parameter.layout}` : text;
 }
 
 function bridgeLine(bridge) {
-  const text = `${bridge.kind}, ${formatBytes(bridge.size_bytes)}${bridge.gradient ? ' back' : ''}`;
+  const amount = bridgeAmount(bridge.size_bytes, bridge.cost, bridge.unit);
+  const text = `${bridge.kind}, ${amount}${bridge.gradient ? ' back' : ''}`;
   return bridge.text ? `${text}: ${bridge.text}` : text;
 }
 
@@ -126,12 +139,10 @@ function groupDetails(box, view) {
         'parameters',
         sums.parameters.size && `${formatCount(sums.parameters.size)}, ${formatBytes(sums.parameter_bytes)}`,
       ],
-      ['arithmetic', `${formatFlops(sums.forward_flops)} forward, ${formatFlops(sums.backward_flops)} backward`],
-      ['time', timeWords(sums)],
-      ['kept for backward', sums.saved_bytes > 0 && formatBytes(sums.saved_bytes)],
+      ...amounts(sums, graph),
     ),
     listOf('Bridges inside', bridgeLines(bridges), (line) => line.text),
-    el('p', {class: 'muted'}, 'Figures are for one micro-batch.'),
+    figuresNote(graph),
   ];
 }
 

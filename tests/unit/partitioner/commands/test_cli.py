@@ -113,11 +113,27 @@ def test_simulate_draws_and_traces(plan_file: Path, tmp_path: Path, capsys: Capt
 
 
 def test_graph_draws_models_and_plans(plan_file: Path, capsys: Capture) -> None:
-    assert out(capsys, "graph", plan_file).startswith('digraph "Net" {')
-    assert "subgraph cluster_1" in out(capsys, "graph", NET, "--plan", plan_file)
+    placed = out(capsys, "graph", plan_file)
+    assert placed.startswith('digraph "Net on local:2" {')
+    assert "send/recv" in placed
+    assert out(capsys, "graph", NET, "--plan", plan_file) == placed
+    assert 'stage0 -> stage1 [label="send/recv' in out(capsys, "graph", plan_file, "--stages")
+    assert out(capsys, "graph", plan_file, "--format", "svg").startswith("<svg ")
     data = json.loads(out(capsys, "graph", NET, "--format", "json"))
     assert data == json.loads(out(capsys, "graph", NET, "--json"))
-    assert {"id", "label", "module", "source", "device"} == set(data["nodes"][0])
+    assert {"id", "kind", "label", "parent", "stages", "bridge", "ops"} == set(data["nodes"][0])
+
+
+def test_a_plan_that_does_not_remember_its_model_is_drawn_with_it(
+    plan_file: Path, tmp_path: Path, capsys: Capture
+) -> None:
+    data = json.loads(plan_file.read_text()) | {"outline": None}
+    old = tmp_path / "old.json"
+    old.write_text(json.dumps(data))
+    assert run_command(["graph", str(old)]) == 2
+    assert "does not remember its model" in capsys.readouterr().err
+    drawn = [out(capsys, "graph", NET, "--plan", file) for file in (old, plan_file)]
+    assert drawn[0] == drawn[1]
 
 
 def test_a_sharded_plan_is_explained_and_its_ranks_drawn(tmp_path: Path, capsys: Capture) -> None:

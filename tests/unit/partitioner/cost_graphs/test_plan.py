@@ -174,6 +174,9 @@ def test_a_damaged_plan_is_refused(tmp_path: Path) -> None:
         ({"placements": {}}, "placements: 0 nodes, the graph has 64"),
         ({"schema_version": 2}, "plan of another version"),
         ({"strategy": "layer"}, "strategy: "),
+        ({"outline": {**data["outline"], "edges": "0 1 1 0"}}, "outline.edges: they go in a circle"),
+        ({"outline": {**data["outline"], "edges": "0 999"}}, "outline.edges: not pairs"),
+        ({"outline": {**data["outline"], "sizes": [1.0]}}, "outline.sizes: 1 for 64 nodes"),
     ):
         file.write_text(json.dumps({**data, **change}))
         with pytest.raises(PlanError) as caught:

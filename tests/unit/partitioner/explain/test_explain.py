@@ -14,7 +14,8 @@ from cost_models.cluster import ClusterSpec
 from cost_models.errors import PlanError, UsageError
 from partitioner import Plan, partition, trace
 from partitioner.explain.explain import _why
-from partitioner.report.dot import to_dot, to_json
+from partitioner.pictures.dot import to_dot
+from partitioner.pictures.plan_drawing import rank_drawing
 from passes.costs.costs import costs_of
 from passes.lower.job import Job
 from passes.search.feature.evaluate import evaluate
@@ -207,9 +208,9 @@ def test_what_a_rank_runs(plan: Plan, golden: Golden) -> None:
     golden("rank_graph_column_row", str(graph))
     assert graph.bridges
     assert all("__" in name for name in graph.bridges)
-    dag = plan.graph(rank=0).networkx()
-    golden("rank_graph_dot", to_dot(dag))
-    assert [node["id"] for node in to_json(dag)["nodes"] if node["bridge"]] == list(graph.bridges)
+    drawing = rank_drawing(plan.graph(rank=0).networkx())
+    golden("rank_graph_dot", to_dot(drawing))
+    assert [node.ops[0] for node in drawing.nodes if node.bridge] == list(graph.bridges)
     with pytest.raises(UsageError, match="there is no graph of rank 2"):
         plan.graph(rank=2)
 

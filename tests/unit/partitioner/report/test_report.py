@@ -12,8 +12,10 @@ from cost_models.cluster import ClusterSpec
 from cost_models.precision import Precision
 from cost_models.shown import printable
 from cost_models.units import counted, percent
+from partitioner.pictures.dot import to_dot
+from partitioner.pictures.drawing import drawing_json
+from partitioner.pictures.plan_drawing import stage_drawing
 from partitioner.plan import Plan
-from partitioner.report.dot import stage_graph, to_dot, to_json
 from partitioner.report.sharding import communication_share
 from partitioner.report.table import microbatch_text
 from partitioner.report.text import WIDTH, columns, labelled, text_within, wrapped
@@ -198,10 +200,11 @@ def test_a_diff_names_what_changed_and_by_how_much(golden: Golden) -> None:
     assert old.diff(old) == ""
 
 
-def test_a_plan_as_dot_has_devices_as_clusters(golden: Golden) -> None:
-    dag = stage_graph(made_plan(gpus(2)))
-    golden("stages_dot", to_dot(dag))
-    assert [edge["size_bytes"] for edge in to_json(dag)["edges"]] == [16 << 20]
+def test_the_stages_of_a_plan_as_dot(golden: Golden) -> None:
+    drawing = stage_drawing(made_plan(gpus(2)))
+    golden("stages_dot", to_dot(drawing))
+    sent = [bridge["size_bytes"] for edge in drawing_json(drawing)["edges"] for bridge in edge["bridges"]]
+    assert sent == [16 << 20]
 
 
 def test_launch_commands_name_every_node() -> None:
