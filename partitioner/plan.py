@@ -63,6 +63,17 @@ class Plan(PlanData):
             render_page(report_data(plans, measured=None if profile is None else profile.measured)),
         )
 
+    def figure(
+        self, kind: Literal["timeline", "memory", "placement"], path: str | PathLike[str] | None = None
+    ) -> str:
+        """Return a still figure as SVG, for papers and slides; write it to ``path`` (.svg, .png) if one is given.
+
+        ``kind``: the step's timeline, memory over the step, or the placement graph. PNG needs the package cairosvg.
+        """
+        from partitioner.pictures.figures import figure
+
+        return figure(self, kind, path)
+
     def simulate(self) -> Simulation:
         """Rebuild the plan's programs, prove them again, and simulate one training step. Needs no model."""
         from partitioner.record.rebuild import simulate_plan

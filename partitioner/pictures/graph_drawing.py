@@ -76,14 +76,9 @@ class _Drawer:
                 key = self._ends(read, op)
                 if key[0] != key[1]:
                     self.arrows[key].values.add(read)
-        seen = set()
         for row in self.graph["bridges"]:
             back = bool(row["gradient"])
             key = self._ends(row["to"], row["from"]) if back else self._ends(row["from"], row["to"])
-            same = (*key, row["from"], row["kind"], row["text"])
-            if same in seen:  # a value is converted once for all that need it alike
-                continue
-            seen.add(same)
             cost, unit = row.get("cost", 0.0), row.get("unit", "")
             way: Way = "back" if back else "there"
             bridge = Bridge(row["kind"], row["size_bytes"], way, cost=cost, unit=unit)

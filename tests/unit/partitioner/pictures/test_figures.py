@@ -1,0 +1,90 @@
+"""Still figures: what they say without colour, that they are well formed, and what cannot be written."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+import torch
+from torch import nn
+
+from cost_models.cluster import ClusterSpec
+from cost_models.errors import UsageError
+from partitioner import Plan, partition
+from partitioner.pictures.figures import FIGURES, MOST_COLUMNS, _columns
+from partitioner.pictures.looks import PALETTE, tint
+from partitioner.pictures.svg import hatch, words
+
+SVG = "{http://www.w3.org/2000/svg}"
+
+
+@pytest.fixture(scope="module")
+def plan() -> Plan:
+    model = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 64))
+    return partition(
+        model,
+        ClusterSpec.local(2),
+        example_inputs=torch.randn(8, 64),
+        loss_fn=lambda output, _: output.square().mean(),
+        batch_size=8,
+        microbatches=4,
+        pins={"0": 0, "2": 1},
+    )
+
+
+def texts(svg: str) -> list[str]:
+    return [element.text or "" for element in ElementTree.fromstring(svg).iter(f"{SVG}text")]
+
+
+def test_the_timeline_says_what_its_looks_mean(plan: Plan) -> None:
+    svg = plan.figure("timeline")
+    assert {"rank 0", "rank 1", "F: forward", "waiting"} <= set(texts(svg))
+    assert any(": backward" in text for text in texts(svg))
+    assert svg.count(tint(0, 0.4)) >= 8, "four forwards on each rank"
+
+
+def test_memory_says_the_peak_of_each_lane_in_words(plan: Plan) -> None:
+    found = [text for text in texts(plan.figure("memory")) if text.startswith("peak ")]
+    assert len(found) == 2
+    assert all("parameters" in text for text in found)
+
+
+def test_the_placement_is_the_drawing_of_the_graph(plan: Plan) -> None:
+    assert {"stage 0", "stage 1"} <= set(texts(plan.figure("placement")))
+
+
+def test_a_figure_is_written(plan: Plan, tmp_path: Path) -> None:
+    file = tmp_path / "figure.svg"
+    for kind in FIGURES:
+        assert plan.figure(kind, file) == file.read_text("utf-8")  # type: ignore[arg-type]
+
+
+def test_what_cannot_be_written_is_refused(plan: Plan, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="there is no figure 'flame'"):
+        plan.figure("flame")  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match=r"neither in \.svg nor in \.png"):
+        plan.figure("memory", tmp_path / "figure.gif")
+    if importlib.util.find_spec("cairosvg") is None:
+        with pytest.raises(UsageError, match="pip install cairosvg"):
+            plan.figure("memory", tmp_path / "figure.png")
+
+
+def test_equal_colours_differ_by_their_hatch() -> None:
+    assert tint(0) == tint(len(PALETTE))
+    assert hatch(0) is None
+    assert hatch(1) != hatch(2)
+
+
+def test_a_long_chart_keeps_its_peak() -> None:
+    stack = [n % 7 for n in range(5000)]
+    stack[3333] = 99
+    kept = _columns({"seconds": [n / 100 for n in range(5000)], "stacks": [stack]})
+    assert 3333 in kept
+    assert len(kept) <= MOST_COLUMNS + 1
+
+
+def test_text_is_escaped() -> None:
+    root = ElementTree.fromstring(words(0, 0, "<b>&\"'\x1b[31m\ud800"))
+    assert root.text == "<b>&\"'?[31m?"
