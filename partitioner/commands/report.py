@@ -7,6 +7,7 @@ from typing import Annotated
 
 from cyclopts import Parameter
 
+from cost_models.errors import UsageError
 from partitioner.commands.options import JsonFlag, check_output, emit, progress
 from partitioner.cost_graphs.plan import GraphPlan, is_graph_plan
 from partitioner.pictures.data import report_data
@@ -42,6 +43,12 @@ def report(
     target = plan.with_suffix(".html") if output is None else output
     check_output(target)
     files = [plan] if other is None else [plan, other]
+    if target.resolve() in [file.resolve() for file in files]:
+        raise UsageError(
+            f"cannot write the report to {target}",
+            ["it is the plan file, which would be lost"],
+            ["--output report.html"],
+        )
     plans = [GraphPlan.load(file) if is_graph_plan(file) else Plan.load(file) for file in files]
     with progress("drawing", quiet=quiet):
         data = report_data(plans, [file.name for file in files])

@@ -20,15 +20,17 @@ from partitioner.pictures.traffic import device_data, traffic_data
 from partitioner.pictures.what_if import what_if_data
 from partitioner.record.data import PlanData
 from partitioner.record.modules import common_parent, shorten
-from partitioner.record.rebuild import simulate_plan
+from partitioner.record.rebuild import proved_programs, simulate_plan
 from partitioner.report.diff import diff_plans
 from partitioner.report.sharding import devices_text, mesh_text
+from runtime.collector import collector_paused
 from runtime.simulate.simulate import Simulation
 
 MOST_SPANS = 60_000
 """The most spans of a timeline: a page of more would be larger than 2 MB. Lanes beyond it are left out, and counted."""
 
 
+@collector_paused()  # spans and messages are many small objects, none of them garbage
 def report_data(
     plans: Sequence[PlanData | GraphPlan], files: Sequence[str] = (), measured: Simulation | None = None
 ) -> dict[str, Any]:
@@ -60,7 +62,8 @@ def _differences(first: PlanData | GraphPlan, second: PlanData | GraphPlan) -> l
 
 
 def _plan_data(plan: PlanData, file: str, measured: Simulation | None) -> dict[str, Any]:
-    simulation = simulate_plan(plan)
+    groups = proved_programs(plan)
+    simulation = simulate_plan(plan, groups)
     lanes = lanes_of(simulation)
     return {
         "title": f"{plan.model.name} on {plan.cluster.name}",
@@ -73,7 +76,7 @@ def _plan_data(plan: PlanData, file: str, measured: Simulation | None) -> dict[s
         "timeline": _timeline(plan, lanes, measured),
         "memory": memory_data(plan, simulation, lanes),
         "traffic": traffic_data(plan, simulation),
-        "what_if": what_if_data(plan, simulation),
+        "what_if": what_if_data(plan, groups),
     }
 
 

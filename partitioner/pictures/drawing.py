@@ -19,16 +19,20 @@ from cost_models.units import format_bytes
 
 WIDEST = 44
 """The most characters of a line in a box; longer ones are cut in the middle. A box of more is wider than its neighbours."""
+Way = Literal["", "back", "each way"]
 Kind = Literal["op", "ops", "module", "fold", "stage", "note"]
 
 
 @dataclass(frozen=True)
 class Bridge:
-    """Bridges of one kind between two boxes, or inside of one. ``cost`` in ``unit``: of graphs that know no bytes."""
+    """Bridges of one kind between two boxes, or inside of one. ``cost`` in ``unit``: of graphs that know no bytes.
+
+    ``way``: "back" of gradients, which go from the reader of a value to its maker; "each way" if as much comes back.
+    """
 
     kind: str
     size_bytes: float
-    gradient: bool = False
+    way: Way = ""
     count: int = 1
     cost: float = 0.0
     unit: str = ""
@@ -38,25 +42,28 @@ class Bridge:
         """Such as "all-gather 4× 16.0 KiB": all of them together."""
         times = f" {self.count}×" if self.count > 1 else ""
         amount = f"{self.cost:.4g} {self.unit}" if self.unit else format_bytes(self.size_bytes)
-        return f"{self.kind}{times} {amount}{' each way' if self.gradient else ''}"
+        return f"{self.kind}{times} {amount} {self.way}".rstrip()
 
 
 def together(bridges: Iterable[Bridge]) -> tuple[Bridge, ...]:
-    """Add up bridges by kind, the largest first."""
-    found: dict[tuple[str, bool, str], Bridge] = {}
+    """Add up bridges by kind and way, the largest first."""
+    found: dict[tuple[str, Way, str], Bridge] = {}
     for bridge in bridges:
-        key = bridge.kind, bridge.gradient, bridge.unit
-        sum_ = found.get(key)
-        found[key] = (
-            bridge
-            if sum_ is None
-            else replace(
+        key = bridge.kind, bridge.way, bridge.unit
+        known = found.get(key)
+        if known is not None:
+            bridge = replace(
                 bridge,
-                size_bytes=sum_.size_bytes + bridge.size_bytes,
-                count=sum_.count + bridge.count,
-                cost=sum_.cost + bridge.cost,
+                size_bytes=known.size_bytes + bridge.size_bytes,
+                count=known.count + bridge.count,
+                cost=known.cost + bridge.cost,
             )
-        )
+        found[key] = bridge
+    for kind, unit in {(kind, unit) for kind, way, unit in found if way == ""}:
+        there, back = found[kind, "", unit], found.get((kind, "back", unit))
+        if back is not None and replace(back, way="") == there:
+            found[kind, "each way", unit] = replace(there, way="each way")
+            del found[kind, "", unit], found[kind, "back", unit]
     return tuple(sorted(found.values(), key=lambda bridge: (-bridge.size_bytes, -bridge.cost)))
 
 
@@ -194,7 +201,7 @@ def drawing_json(drawing: Drawing) -> dict[str, Any]:
                         "kind": bridge.kind,
                         "count": bridge.count,
                         "size_bytes": int(bridge.size_bytes),
-                        "each_way": bridge.gradient,
+                        "way": bridge.way,
                         **({"cost": bridge.cost, "unit": bridge.unit} if bridge.unit else {}),
                     }
                     for bridge in edge.bridges

@@ -12,7 +12,7 @@ from typing import Any
 
 from cost_models.units import format_bytes
 from partitioner.pictures.boxes import MOST_BOXES, Box, choose_boxes, ops_of
-from partitioner.pictures.drawing import Bridge, Drawing, Edge, Node, short_text, together
+from partitioner.pictures.drawing import Bridge, Drawing, Edge, Node, Way, short_text, together
 
 MOST_STAGES = 40
 """The most stages of a legend."""
@@ -76,15 +76,12 @@ class _Drawer:
                 key = self._ends(read, op)
                 if key[0] != key[1]:
                     self.arrows[key].values.add(read)
-        seen = set()
         for row in self.graph["bridges"]:
-            key = self._ends(row["from"], row["to"])
-            same = (*key, row["from"], row["kind"], row["text"])
-            if same in seen:  # a value is converted once for all that need it alike
-                continue
-            seen.add(same)
+            ends = (row["to"], row["from"]) if row["gradient"] else (row["from"], row["to"])
+            key = self._ends(*ends)
+            way: Way = "back" if row["gradient"] else ""
             cost, unit = row.get("cost", 0.0), row.get("unit", "")
-            bridge = Bridge(row["kind"], row["size_bytes"], row["gradient"], cost=cost, unit=unit)
+            bridge = Bridge(row["kind"], row["size_bytes"], way, cost=cost, unit=unit)
             if key[0] == key[1]:
                 self.inside[key[0]].append(bridge)
             else:

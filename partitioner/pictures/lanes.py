@@ -7,7 +7,7 @@ Letters: F forward, B backward, I and W its halves, R a sum of gradients, O the 
 
 from __future__ import annotations
 
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -110,7 +110,8 @@ def critical_path(lanes: Lanes) -> tuple[list[tuple[int, int]], dict[tuple[int, 
     """Return the chain of spans that the step's end waits for, first to last, and what spans after a gap wait for.
 
     Backwards from the span that ends last: the span before it on its lane, or the work of another lane whose message
-    arrived as it began, whichever ended last. Gaps that neither explains end at the last thing known to be done.
+    arrived as it began, whichever ended last; for a sum of gradients, the work of the lane that came last. Gaps that
+    nothing of these explains end at the last thing known to be done.
     """
     arrivals = _arrivals(lanes)
     waits = {}
@@ -164,14 +165,38 @@ def _path(lanes: Lanes, arrivals: Sequence[Sequence[Transfer]]) -> list[tuple[in
         span = lanes.lanes[lane].spans[index]
         before = lanes.lanes[lane].spans[index - 1].end_seconds if index else -1.0
         transfer = _last_before(arrivals[lane], span.start_seconds, lanes.step_seconds)
-        if transfer is not None and transfer.end_seconds > before:
+        if span.letter == "R":  # begins when the last of its ranks has come
+            lane, index = _last_to_come(lanes, span, (lane, index))
+            index -= 1
+        elif transfer is not None and transfer.end_seconds > before:
             lane = lanes.lane_of[transfer.message.source]
             index = _ended_by(lanes.lanes[lane].spans, transfer.start_seconds, lanes.step_seconds)
+            if index >= 0 and lanes.lanes[lane].spans[index].start_seconds >= span.start_seconds:
+                return found[::-1]  # never round in a circle
         else:
             index -= 1
-        if index < 0 or lanes.lanes[lane].spans[index].start_seconds >= span.start_seconds:
+        if index < 0:
             return found[::-1]
         found.append((lane, index))
+
+
+def _last_to_come(lanes: Lanes, span: Span, own: tuple[int, int]) -> tuple[int, int]:
+    """Return the lane with the same sum of gradients whose work before it ended last, and the sum's number there."""
+    if span.end_seconds - span.start_seconds <= lanes.step_seconds * ROUNDING:
+        return own
+    found, latest = own, _end_before(lanes, *own)
+    for number, lane in enumerate(lanes.lanes):
+        index = bisect_left(lane.spans, span.start_seconds, key=lambda other: other.start_seconds)
+        while index < len(lane.spans) and lane.spans[index].start_seconds == span.start_seconds:
+            same = lane.spans[index].letter == "R" and lane.spans[index].end_seconds == span.end_seconds
+            if same and _end_before(lanes, number, index) > latest:
+                found, latest = (number, index), _end_before(lanes, number, index)
+            index += 1
+    return found
+
+
+def _end_before(lanes: Lanes, lane: int, index: int) -> float:
+    return lanes.lanes[lane].spans[index - 1].end_seconds if index else -1.0
 
 
 def _ended_by(spans: Sequence[Span], seconds: float, step_seconds: float) -> int:

@@ -2,8 +2,8 @@
 
     parameters, gradients, optimizer, batch    all through the step, as the plan counts them
     activations                                of each micro-batch from its forward to its backward
-    recomputed                                 what backward computes again, while it runs
-    values in transit                          the rest: what stages send each other, and gradients of it
+    of backward alone                          what it computes again, and its largest collective's result, while it runs
+    values between stages                      the rest: what stages make for each other, and gradients of it
 
 These are the rules of ``runtime.simulate.memory``, read off the step's spans; the sum is the simulated curve.
 """
@@ -14,6 +14,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from cost_models.arrays import FloatArray
 from partitioner.pictures.lanes import Lane, Lanes
@@ -25,7 +26,7 @@ from runtime.simulate.simulate import Simulation
 MOST_POINTS = 600
 """The most moments of a curve: as many as a picture has columns. Between two of them the fullest moment is kept."""
 STATE = ("parameters", "gradients", "optimizer", "batch")
-MOVING = ("activations", "recomputed", "values in transit")
+MOVING = ("activations", "of backward alone", "values between stages")
 
 
 def memory_data(plan: PlanData, simulation: Simulation, lanes: Lanes) -> dict[str, Any]:
@@ -36,9 +37,9 @@ def memory_data(plan: PlanData, simulation: Simulation, lanes: Lanes) -> dict[st
 def _lane(plan: PlanData, simulation: Simulation, lane: Lane) -> dict[str, Any]:
     rank = lane.ranks[0]
     curve = simulation.memory[rank]
-    # Of several changes at one moment the last one counts, but a peak within it is a peak: all are kept until thinned.
-    seconds, total = curve.seconds, curve.bytes_held
-    saved, again = _activations(plan, lane, seconds), _recomputed(plan, lane, seconds)
+    drawn = _drawn(curve.seconds, curve.bytes_held)
+    seconds, total = curve.seconds[drawn], curve.bytes_held[drawn]
+    saved, again = _activations(plan, lane, seconds), _transients(plan, lane, seconds)
     state = float(plan.state_bytes[str(rank)])
     parts = {name: float(plan.state_parts[name][str(rank)]) for name in STATE if name in plan.state_parts}
     kinds: dict[str, FloatArray] = (
@@ -61,6 +62,19 @@ def _lane(plan: PlanData, simulation: Simulation, lane: Lane) -> dict[str, Any]:
         "peak_at": float(seconds[peak]),
         "peak_text": _peak_text({name: float(own[peak]) for name, own in kinds.items()}),
     }
+
+
+def _drawn(seconds: FloatArray, total: FloatArray) -> NDArray[np.bool_]:
+    """Choose among several changes at one moment: the last one is what holds from then on, a peak within counts too."""
+    last = np.append(seconds[1:] != seconds[:-1], True)
+    first = np.append(True, last[:-1])
+    moment = np.cumsum(first) - 1
+    before = np.append(0.0, total[last])[moment]
+    after = total[last][moment]
+    most = np.maximum.reduceat(total, np.flatnonzero(first))[moment]
+    peak = (total == most) & (total > np.maximum(before, after))
+    found: NDArray[np.bool_] = last | peak
+    return found
 
 
 def _thinned(total: FloatArray) -> list[int]:
@@ -91,7 +105,7 @@ def _activations(plan: PlanData, lane: Lane, seconds: FloatArray) -> FloatArray:
     return _held(events, seconds)
 
 
-def _recomputed(plan: PlanData, lane: Lane, seconds: FloatArray) -> FloatArray:
+def _transients(plan: PlanData, lane: Lane, seconds: FloatArray) -> FloatArray:
     events = []
     for scale, stage, span in _computes(plan, lane):
         if span.letter in "BI" and stage.transient_bytes:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from cost_models.cluster import DEFAULTS
 from cost_models.units import counted, format_bytes, format_seconds, percent
 from partitioner.pictures.lanes import Lanes
 from partitioner.record.data import PlanData
@@ -44,7 +45,7 @@ def summary_data(plan: PlanData, lanes: Lanes) -> dict[str, Any]:
 
 def _facts(plan: PlanData) -> Iterator[dict[str, str]]:
     p = plan.prediction
-    yield _fact("step time", format_seconds(p.step_seconds), f"from {p.confidence}")
+    yield _fact("step time", format_seconds(p.step_seconds), f"from {_rates(plan)}")
     yield _fact("throughput", f"{rate_text(p.samples_per_second)} samples/s", f"batch {plan.batch_size:,}")
     if p.tokens_per_second is not None:
         yield _fact("tokens", f"{rate_text(p.tokens_per_second)} tokens/s")
@@ -71,20 +72,24 @@ def _fact(label: str, value: str, note: str = "") -> dict[str, str]:
 
 
 def division(plan: PlanData, lanes: Lanes) -> list[dict[str, Any]]:
-    """Divide the step of the mean device: computing, collectives inside of it, sums of gradients, the update, waiting."""
+    """Divide the step of the mean device: computing, collectives, sums of gradients, the update, waiting."""
     totals = {"compute": 0.0, "communication": 0.0, "gradient sums": 0.0, "optimizer": 0.0}
     inside = [_collective_seconds(plan, stage) for stage in range(len(plan.stages))]
     ranks = sum(len(lane.ranks) for lane in lanes.lanes) or 1
     for lane in lanes.lanes:
         for span in lane.spans:
             seconds = span.end_seconds - span.start_seconds
-            if span.stage < 0:
-                totals["gradient sums" if span.letter == "R" else "optimizer"] += seconds * len(lane.ranks)
+            if span.letter == "R":
+                totals["gradient sums"] += seconds * len(lane.ranks)
                 continue
-            forward, backward = inside[span.stage]
-            sent = min(seconds, {"F": forward, "W": 0.0}.get(span.letter, backward))
+            if span.letter == "O":  # with updated parameters put together again
+                most = sum(_gather_seconds(plan, stage) for stage in lane.stages)
+            else:
+                forward, backward = inside[span.stage]
+                most = {"F": forward, "W": 0.0}.get(span.letter, backward)
+            sent = min(seconds, most)
             totals["communication"] += sent * len(lane.ranks)
-            totals["compute"] += (seconds - sent) * len(lane.ranks)
+            totals["optimizer" if span.letter == "O" else "compute"] += (seconds - sent) * len(lane.ranks)
     step = lanes.step_seconds
     found = {kind: seconds / ranks for kind, seconds in totals.items()}
     found["waiting (bubble)"] = max(0.0, step - sum(found.values()))
@@ -105,6 +110,12 @@ def _collective_seconds(plan: PlanData, stage: int) -> tuple[float, float]:
     )
 
 
+def _gather_seconds(plan: PlanData, stage: int) -> float:
+    """Return the seconds in which a stage's devices put together what each has updated a part of."""
+    sharding = plan.stages[stage].sharding
+    return sum(item.seconds for item in (() if sharding is None else sharding.gathers))
+
+
 def _fullest(plan: PlanData) -> dict[str, Any]:
     peaks, devices = plan.prediction.peak_memory_bytes, plan.cluster.devices
     rank = max(plan.used_devices, key=lambda rank: peaks[str(rank)] / devices[rank].memory_bytes)
@@ -123,10 +134,11 @@ def _why(plan: PlanData) -> Iterator[str]:
     if fitting:
         nearest = min(fitting, key=lambda other: other.step_seconds or 0.0)
         ratio = (nearest.step_seconds or 0.0) / plan.prediction.step_seconds
-        yield f"The best of what it is compared with, {nearest.strategy}, takes {ratio:.2f}x its step."
+        text = f"The best of what it is compared with, {nearest.strategy}, takes {ratio:.2f}x its step"
+        yield f"{text}{'.' if ratio >= 1 else ': it is faster, but not the kind of plan that was asked for.'}"
     for other in plan.alternatives:
         if not other.feasible and other.strategy in ("one device",):
-            yield f"One device alone does not do: {other.reason}."
+            yield f"One device alone {other.reason}."
 
 
 def _sure(plan: PlanData) -> Iterator[str]:
@@ -142,9 +154,15 @@ def _sure(plan: PlanData) -> Iterator[str]:
             f"No plan of any kind simulates below {format_seconds(bound)} on these devices; this one takes "
             f"{step / bound:.2f}x that."
         )
-    yield f"All seconds are predictions; they rest on {plan.prediction.confidence}."
+    yield f"All seconds are predictions; they rest on {_rates(plan)}."
     if plan.not_considered:
         yield f"Not looked at: {', '.join(plan.not_considered)}."
+
+
+def _rates(plan: PlanData) -> str:
+    """Say what the seconds rest on."""
+    given = plan.prediction.confidence
+    return "default rates of the devices, nothing was measured" if given == DEFAULTS else given
 
 
 def _proof(plan: PlanData) -> Iterator[str]:

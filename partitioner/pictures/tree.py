@@ -3,8 +3,8 @@
     layers.0 … layers.79, all alike and on stage 0         ->   one node "layers.0-79 ×80" with 80 members
     layers.0-39 on stage 0, layers.40-79 on stage 1        ->   two folds of 40
 
-Nodes are as the page reads them. Neighbours are alike if their modules are called alike inside, their ops do the same to
-tensors of the same shapes, and equal ones run on the same stages.
+Nodes are as the page reads them. Neighbours are alike if their modules are called alike inside, and their ops do the same
+to tensors of the same shapes, on the same stages and in the same layouts.
 """
 
 from __future__ import annotations
@@ -25,8 +25,13 @@ class _Module:
     ops: list[int] = field(default_factory=list)
 
 
-def module_tree(outline: ModelOutline, stage_of: Mapping[str, int]) -> dict[str, Any]:
-    """Return the model's tree. ``stage_of``: the stage of each op; ops that every stage computes for itself have none."""
+def module_tree(
+    outline: ModelOutline, stage_of: Mapping[str, int], layout_of: Mapping[str, int]
+) -> dict[str, Any]:
+    """Return the model's tree. ``stage_of``: the stage of each op; ops that every stage computes for itself have none.
+
+    ``layout_of``: a number of the layouts in which an op runs, for those that several devices share.
+    """
     root = _Module("", "model")
     modules = [_placed(root, path) for path in outline.modules]
     for op, module in enumerate(outline.module_of):
@@ -34,7 +39,7 @@ def module_tree(outline: ModelOutline, stage_of: Mapping[str, int]) -> dict[str,
     # What ops cost is left out: a model's first block, which owes no gradient to what is before it, is alike all the same.
     alike = [(kind.op, kind.shape, kind.dtype) for kind in outline.kinds]
     traits = [
-        (alike[kind], stage_of.get(name, -1))
+        (alike[kind], stage_of.get(name, -1), layout_of.get(name, -1))
         for kind, name in zip(outline.kind_of, outline.names, strict=True)
     ]
     numbers: dict[Hashable, int] = {}

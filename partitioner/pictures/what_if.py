@@ -6,7 +6,7 @@ simulation: a device has room for the plan or not.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from cost_models.cluster import ClusterSpec
@@ -15,9 +15,10 @@ from cost_models.communication import ring_all_reduce_seconds, slowest_hop
 from cost_models.conversion import group_links
 from cost_models.units import counted, format_bytes, format_seconds, percent
 from partitioner.record.data import PlanData
-from partitioner.record.rebuild import simulate_plan
+from partitioner.record.rebuild import at_costs_of, group_programs, simulate_plan
 from partitioner.record.records import Stage
 from runtime.mesh.ranks_along import JOINT, all_ranks_along
+from runtime.program.members import GroupPrograms
 from runtime.simulate.simulate import Simulation
 
 LINKS = (0.5, 2.0)
@@ -29,11 +30,14 @@ MOST_COMPUTES = 200_000
 """The most computes of a step that is simulated again: more would take longer than a report should."""
 
 
-def what_if_data(plan: PlanData, simulation: Simulation) -> dict[str, Any]:
-    """Return curves of the step's seconds, and the alternatives that other conditions would make the fastest."""
+def what_if_data(plan: PlanData, groups: GroupPrograms) -> dict[str, Any]:
+    """Return curves of the step's seconds, and the alternatives that other conditions would make the fastest.
+
+    ``groups``: the plan's programs, which run on other links as they are.
+    """
     series = [_memory(plan)]
     if sum(len(stage.devices) for stage in plan.stages) * plan.microbatches <= MOST_COMPUTES:
-        series = [*_links(plan), *_batches(plan), *series]
+        series = [*_links(plan, groups), *_batches(plan), *series]
     series += _copies(plan)
     return {"series": series, "flips": list(_flips(plan))}
 
@@ -58,16 +62,18 @@ def _fits(plan: PlanData, step: Simulation) -> bool:
 # Links
 
 
-def _links(plan: PlanData) -> Iterator[dict[str, Any]]:
+def _links(plan: PlanData, groups: GroupPrograms) -> Iterator[dict[str, Any]]:
     """Yield the curve over the bandwidth of the network, or of a single node's links."""
-    if plan.world_size < 2 or _with_links(plan.cluster, 1.0) is None:
-        return
+    nodes = {plan.cluster.devices[rank].node for rank in plan.used_devices}
+    several = len(plan.cluster.ranks_per_node) > 1
+    if plan.world_size < 2 or (several and len(nodes) == 1) or _with_links(plan.cluster, 1.0) is None:
+        return  # nothing is sent on these links
     points = [_point(plan, 1.0, None, ", as it is")]
     for factor in LINKS:
         cluster = _with_links(plan.cluster, factor)
         assert cluster is not None
-        points.append(_point(plan, factor, simulate_plan(_on(plan, cluster)), ""))
-    several = len(plan.cluster.ranks_per_node) > 1
+        other = _on(plan, cluster)
+        points.append(_point(plan, factor, simulate_plan(other, at_costs_of(other, groups)), ""))
     title = "Bandwidth between nodes" if several else "Bandwidth between devices"
     yield {"title": title, "unit": "×", "points": sorted(points, key=lambda point: point["x"])}
 
@@ -78,7 +84,7 @@ def _with_links(cluster: ClusterSpec, factor: float) -> ClusterSpec | None:
         network = cluster.network
         if network is None or network.links or network.switches:
             return None
-        return cluster.model_copy(update={"network": network.model_copy(update=_faster(network, factor))})
+        return _changed(cluster, {"network": network.model_copy(update=_faster(network, factor))})
     (node,) = cluster.nodes
     links = node.resolved().links
     if links is None or links.default is None or links.pairs:
@@ -86,7 +92,12 @@ def _with_links(cluster: ClusterSpec, factor: float) -> ClusterSpec | None:
     faster = links.model_copy(
         update={"default": links.default.model_copy(update=_faster(links.default, factor))}
     )
-    return cluster.model_copy(update={"nodes": (node.model_copy(update={"links": faster}),)})
+    return _changed(cluster, {"nodes": (node.model_copy(update={"links": faster}),)})
+
+
+def _changed(cluster: ClusterSpec, update: Mapping[str, object]) -> ClusterSpec:
+    """Return a copy that knows nothing of the paths and links that the cluster has already worked out."""
+    return type(cluster).from_dict(cluster.model_copy(update=update).to_dict())
 
 
 def _faster(link: LinkSpec, factor: float) -> dict[str, object]:
@@ -160,7 +171,7 @@ def _batches(plan: PlanData) -> Iterator[dict[str, Any]]:
         if microbatches != int(microbatches) or batch != int(batch) or int(microbatches) < 1:
             continue
         other = plan.model_copy(update={"microbatches": int(microbatches), "batch_size": int(batch)})
-        step = simulate_plan(other)
+        step = simulate_plan(other, group_programs(other))
         text = f" of {counted(int(batch), 'sample')}, {batch / step.step_seconds:,.4g} samples/s"
         points.append(_point(plan, factor, step, text))
     if len(points) > 1:

@@ -155,3 +155,12 @@ def _per_rank(plan: PlanFields, world: int) -> Iterator[str]:
     for name, table in tables.items():
         for key in sorted(ranks.symmetric_difference(table), key=lambda key: (len(key), key)):
             yield f"{name}.{key}: is missing" if key in ranks else f"{name}.{key}: no rank of {world}"
+    yield from _state_parts(plan)
+
+
+def _state_parts(plan: PlanFields) -> Iterator[str]:
+    """Check that the parts of each rank's state add up to it."""
+    for rank, whole in plan.state_bytes.items() if plan.state_parts else ():
+        held = sum(table.get(rank, 0) for table in plan.state_parts.values())
+        if held != whole:
+            yield f"state_parts: {held:,} bytes of rank {rank} in all, and state_bytes has {whole:,}"

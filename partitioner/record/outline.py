@@ -90,6 +90,10 @@ class ModelOutline(Record):
         return found
 
 
+MOST_LEVELS = 100
+"""The most modules inside of each other, far more than models have: pictures draw them one in the other."""
+
+
 def contradictions(outline: ModelOutline, planned: Sequence[str]) -> Iterator[str]:
     """Yield what does not fit together in an outline. ``planned``: the ops that the plan's stages run."""
     count = len(outline.names)
@@ -99,6 +103,10 @@ def contradictions(outline: ModelOutline, planned: Sequence[str]) -> Iterator[st
             yield f"outline.{name}: {len(numbers)} numbers for {count} ops"
         if any(not 0 <= number < len(getattr(outline, limit)) for number in numbers):
             yield f"outline.{name}: a number is none of outline.{limit}"
+    if len(set(outline.names)) != count:
+        yield "outline.names: an op is there twice"
+    if any(module.count(".") > MOST_LEVELS for module in outline.modules):
+        yield f"outline.modules: a path of more than {MOST_LEVELS} modules inside of each other"
     counts = outline.read_counts
     if len(counts) != count or any(number < 0 for number in counts) or sum(counts) != len(outline.reads):
         yield "outline.read_counts: does not divide outline.reads among the ops"

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterator
-from dataclasses import fields
+from dataclasses import fields, replace
 
 from cost_models.errors import PlanError, UsageError
 from partitioner.record.data import PlanData
@@ -44,7 +44,13 @@ def ranks_in_order(plan: PlanData) -> RankMap:
 
 def plan_segments(plan: PlanData, ranks: RankMap | None = None) -> SegmentGraph:
     """Return the plan's DAG of segments, with the costs it was predicted from."""
-    segments = tuple(
+    values = tuple(_values(plan))
+    graph = SegmentGraph(_segments(plan), values, plan.cluster.world_size)
+    return graph if ranks is None else relabelled_segments(graph, ranks)
+
+
+def _segments(plan: PlanData) -> tuple[Segment, ...]:
+    return tuple(
         Segment(
             index,
             tuple(stage.devices),
@@ -54,9 +60,6 @@ def plan_segments(plan: PlanData, ranks: RankMap | None = None) -> SegmentGraph:
         )
         for index, stage in enumerate(plan.stages)
     )
-    values = tuple(_values(plan))
-    graph = SegmentGraph(segments, values, plan.cluster.world_size)
-    return graph if ranks is None else relabelled_segments(graph, ranks)
 
 
 def _values(plan: PlanData) -> Iterator[Value]:
@@ -105,7 +108,7 @@ def _sums(plan: PlanData, ranks: RankMap | None) -> Iterator[tuple[int, Gradient
 
 def plan_programs(plan: PlanData, ranks: RankMap | None = None) -> tuple[Program, ...]:
     """Make one program per rank, proved free of deadlock before anybody runs it."""
-    programs = _group_programs(plan).all()
+    programs = group_programs(plan).all()
     if ranks is not None:
         programs = relabelled_programs(programs, ranks)
     segments, tied = plan_segments(plan, ranks), plan_tied(plan, ranks)
@@ -113,7 +116,8 @@ def plan_programs(plan: PlanData, ranks: RankMap | None = None) -> tuple[Program
     return programs
 
 
-def _group_programs(plan: PlanData) -> GroupPrograms:
+def group_programs(plan: PlanData) -> GroupPrograms:
+    """Make one program per group of ranks; not proved yet."""
     return programs_for(
         plan_segments(plan),
         plan.cluster,
@@ -125,8 +129,24 @@ def _group_programs(plan: PlanData) -> GroupPrograms:
     )
 
 
-def simulate_plan(plan: PlanData) -> Simulation:
-    """Simulate one training step of the plan."""
+def proved_programs(plan: PlanData) -> GroupPrograms:
+    """Make one program per group of ranks, proved free of deadlock."""
+    groups = group_programs(plan)
+    check_groups(
+        groups.programs, groups.graph, plan.microbatches, member=groups.member, members=some_of_each(groups.graph),
+        tied=plan_tied(plan), one_queue=plan.one_queue,
+    )  # fmt: skip
+    return groups
+
+
+def at_costs_of(plan: PlanData, groups: GroupPrograms) -> GroupPrograms:
+    """Return the same programs with the costs of ``plan``'s stages, which has the same stages on the same devices."""
+    return replace(groups, graph=replace(groups.graph, segments=_segments(plan)))
+
+
+def simulate_plan(plan: PlanData, groups: GroupPrograms | None = None) -> Simulation:
+    """Simulate one training step of the plan. ``groups``: its programs where they are known already."""
+    groups = proved_programs(plan) if groups is None else groups
     ranks = [str(rank) for rank in range(plan.cluster.world_size)]
     step = StepCosts(
         state_bytes=_state_bytes(plan),
@@ -141,11 +161,6 @@ def simulate_plan(plan: PlanData) -> Simulation:
         gathers=tuple(gather for stage in plan.stages for gather in _gathers(stage)),
     )
     sizes = microbatch_sizes(plan.batch_size, plan.microbatches)
-    groups = _group_programs(plan)
-    check_groups(
-        groups.programs, groups.graph, plan.microbatches, member=groups.member, members=some_of_each(groups.graph),
-        tied=plan_tied(plan), one_queue=plan.one_queue,
-    )  # fmt: skip
     return simulate_step(groups, plan.cluster, step, sizes)
 
 

@@ -13,7 +13,6 @@ from cost_models.conversion import Kind
 from cost_models.layout import Mesh
 from partitioner.record.base import Amount, Natural, Record
 from passes.shard.words import (
-    Choice,
     FeaturePlacement,
     choice_text,
     crossing_text,
@@ -137,15 +136,10 @@ class StageSharding(Record):
 
     def placement(self, devices: tuple[int, ...], microbatches: int) -> FeaturePlacement:
         """Return the placement that the search chose, on ``devices``."""
-        known: dict[str, Choice] = {}
-
-        def choice(text: str) -> Choice:
-            return known.setdefault(text, read_choice(text))
-
         crossing = {name: read_crossing(text) for name, text in self.values.items()}
         return FeaturePlacement(
             self.mesh(devices),
-            {op: tuple(map(choice, texts)) for op, texts in self.choices.items()},
+            {op: tuple(map(read_choice, texts)) for op, texts in self.choices.items()},
             {name: read_placements(text) for name, text in self.stored.items()},
             {name: read_placements(text) for name, text in self.batch.items()},
             microbatches,

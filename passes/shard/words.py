@@ -23,6 +23,7 @@ import operator
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import TypeAlias
 
 import torch
@@ -139,6 +140,7 @@ def placements_text(placements: Placements) -> str:
     return " ".join(map(short, placements))
 
 
+@lru_cache(maxsize=4096)
 def read_placements(text: str) -> Placements:
     """Read what ``placements_text`` wrote. Raises ValueError."""
     return tuple(map(read_placement, text.split()))
@@ -162,6 +164,7 @@ def choice_text(choice: Choice) -> str:
     return f"{choice} in {','.join(map(str, choice.divides))}" if choice.divides else str(choice)
 
 
+@lru_cache(maxsize=4096)  # a plan names a few ways for its thousands of ops
 def read_choice(text: str) -> Choice:
     """Read what ``choice_text`` wrote. Raises ValueError."""
     found = _CHOICE.fullmatch(text)

@@ -63,25 +63,27 @@ function bridgeAmount(bytes, cost, unit) {
   return unit ? formatCost(cost, unit) : formatBytes(bytes);
 }
 
-/** Bridges as short lines: kind, how many, bytes. `gradient`: as many bytes come back as the gradient of the value. */
+/** Bridges as short lines: kind, how many, bytes. `gradient`: it goes back, from the reader of a value to its maker. */
 function bridgeLines(bridges) {
   const sums = new Map();
   for (const bridge of bridges) {
-    const key = `${bridge.kind}${bridge.gradient}`;
-    const {kind, gradient, unit} = bridge;
-    const sum = sums.get(key) || {kind, gradient, unit, count: 0, bytes: 0, cost: 0};
-    sum.count += 1;
-    sum.bytes += bridge.size_bytes;
-    sum.cost += bridge.cost || 0;
-    sums.set(key, sum);
+    const sum = sums.get(bridge.kind) || {kind: bridge.kind, unit: bridge.unit, there: [0, 0, 0], back: [0, 0, 0]};
+    const way = bridge.gradient ? sum.back : sum.there;
+    way[0] += 1;
+    way[1] += bridge.size_bytes;
+    way[2] += bridge.cost || 0;
+    sums.set(bridge.kind, sum);
   }
+  const line = ({kind, unit}, [count, bytes, cost], words) => ({
+    kind,
+    bytes,
+    text: `${kind}${count > 1 ? ` ${count}×` : ''} ${bridgeAmount(bytes, cost, unit)}${words}`,
+  });
   return [...sums.values()]
-    .sort((a, b) => b.bytes - a.bytes || b.cost - a.cost)
-    .map((sum) => ({
-      kind: sum.kind,
-      bytes: sum.bytes,
-      text:
-        `${sum.kind}${sum.count > 1 ? ` ${sum.count}×` : ''} ${bridgeAmount(sum.bytes, sum.cost, sum.unit)}` +
-        (sum.gradient ? ' each way' : ''),
-    }));
+    .flatMap((sum) => {
+      const {there, back} = sum;
+      if (there[0] === back[0] && there[1] === back[1]) return [line(sum, there, ' each way')];
+      return [there[0] && line(sum, there, ''), back[0] && line(sum, back, ' back')].filter(Boolean);
+    })
+    .sort((a, b) => b.bytes - a.bytes);
 }

@@ -87,7 +87,7 @@ function parameterLine(parameter) {
 
 function bridgeLine(bridge) {
   const amount = bridgeAmount(bridge.size_bytes, bridge.cost, bridge.unit);
-  const text = `${bridge.kind}, ${amount}${bridge.gradient ? ' each way' : ''}`;
+  const text = `${bridge.kind}, ${amount}${bridge.gradient ? ' back' : ''}`;
   return bridge.text ? `${text}: ${bridge.text}` : text;
 }
 
