@@ -321,7 +321,7 @@ PLANS: list[Case] = [
         ("there is no rank 9", "'3-1' is no rank", "'x' is no rank"),
     ),
     ("graph PLAN --plan PLAN", 2, ("cannot draw the plan", "these are for drawing a model")),
-    ("graph NET --format svg", 2, ("cannot read the command line", '"dot", "json"')),
+    ("graph NET --format pdf", 2, ("cannot read the command line", '"dot", "svg", "json"')),
     ("graph NET --plan missing.json", 2, ("error[plan]: cannot read the plan missing.json",)),
     (
         "verify PLAN NET --set width=9",
