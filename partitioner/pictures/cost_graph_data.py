@@ -242,7 +242,6 @@ def _branch(label: str, children: list[dict[str, Any]], ops: list[int], name: st
     return {
         "name": name,
         "label": label,
-        "class": "",
         "children": children,
         "ops": ops,
         "first": ops[0] if ops else 0,

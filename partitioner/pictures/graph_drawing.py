@@ -137,9 +137,8 @@ class _Drawer:
             if kind:
                 yield name
             layout = ops[box.ops[0]][6]
-            if (
-                layout >= 0 and "cost_unit" in self.graph
-            ):  # few words; a traced model's ways to run an op are many
+            few_words = "cost_unit" in self.graph  # a traced model's ways to run an op take many
+            if layout >= 0 and few_words:
                 yield self.graph["layouts"][layout]
         else:
             yield box.label

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import NamedTuple
 
 from partitioner.report.sharding import devices_text
 from runtime.program.program import Compute, ReduceGradients
+from runtime.simulate.equal_ranks import equal_ranks
 from runtime.simulate.simulate import Simulation, Transfer
 from runtime.simulate.simulate import Span as Occupied
 
@@ -64,17 +65,11 @@ class Lanes:
 
 def lanes_of(simulation: Simulation) -> Lanes:
     """Put ranks with equal spans and equal memory into one lane."""
-    alike: dict[object, list[int]] = {}
-    for rank, occupied in enumerate(simulation.timeline):
-        if occupied:
-            spans = tuple(map(span_of, occupied))
-            held = simulation.peak_bytes[rank] if simulation.memory else 0
-            alike.setdefault((spans, held), []).append(rank)
     lanes = tuple(
-        Lane(tuple(ranks), tuple(map(span_of, simulation.timeline[ranks[0]]))) for ranks in alike.values()
+        Lane(ranks, tuple(map(span_of, simulation.timeline[ranks[0]]))) for ranks in equal_ranks(simulation)
     )
-    lane_of = {rank: number for number, lane in enumerate(lanes) for rank in lane.ranks}
-    return Lanes(simulation.step_seconds, lanes, _representatives(simulation.transfers, lane_of))
+    silent = Lanes(simulation.step_seconds, lanes, ())
+    return replace(silent, transfers=_representatives(simulation.transfers, silent.lane_of))
 
 
 def span_of(occupied: Occupied) -> Span:

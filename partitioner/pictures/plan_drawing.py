@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from cost_models.errors import PlanError, UsageError
@@ -16,7 +15,7 @@ from partitioner.pictures.ops import op_graph_data
 from partitioner.record.data import PlanData
 from partitioner.record.modules import shorten
 from partitioner.record.outline import ModelOutline
-from partitioner.report.sharding import devices_text
+from partitioner.report.sharding import named_devices
 
 if TYPE_CHECKING:
     import networkx as nx
@@ -55,17 +54,12 @@ def _title(plan: PlanData) -> str:
 def _stages(plan: PlanData) -> list[tuple[str, str]]:
     """Return each stage's name, and its devices and mesh."""
     return [
-        (row["name"], _devices(plan, row["ranks"]) + (f" · mesh {row['mesh']}" if row["mesh"] else ""))
+        (
+            row["name"],
+            named_devices(plan, tuple(row["ranks"])) + (f" · mesh {row['mesh']}" if row["mesh"] else ""),
+        )
         for row in stage_data(plan)
     ]
-
-
-def _devices(plan: PlanData, ranks: Sequence[int]) -> str:
-    """Name devices: "rank 3 (node1 H100-80GB)", "ranks 0-7"."""
-    if len(ranks) > 1:
-        return devices_text(tuple(ranks))
-    device = plan.cluster.devices[ranks[0]]
-    return f"rank {ranks[0]} ({device.node_name} {device.model})"
 
 
 def stage_drawing(plan: PlanData, *, whole: bool = False) -> Drawing:

@@ -9,12 +9,10 @@ from cost_models.cluster import DEFAULTS
 from cost_models.units import counted, format_bytes, format_seconds, percent
 from partitioner.pictures.lanes import Lanes
 from partitioner.record.data import PlanData
-from partitioner.report.table import microbatch_text, shape_text, strategy_text
+from partitioner.report.sharding import named_devices
+from partitioner.report.table import PROVED, microbatch_text, shape_text, strategy_text
 from partitioner.report.text import rate_text
 from passes.search.words import STRATEGY_WORDS
-
-PROVED = 5e-5
-"""The gap below which a bound counts as reached, as in the printed plan."""
 
 
 def summary_data(plan: PlanData, lanes: Lanes) -> dict[str, Any]:
@@ -118,9 +116,9 @@ def _gather_seconds(plan: PlanData, stage: int) -> float:
 
 def _fullest(plan: PlanData) -> dict[str, Any]:
     peaks, devices = plan.prediction.peak_memory_bytes, plan.cluster.devices
-    rank = max(plan.used_devices, key=lambda rank: peaks[str(rank)] / devices[rank].memory_bytes)
+    rank = plan.fullest_device
     return {
-        "device": f"rank {rank} ({devices[rank].node_name} {devices[rank].model})",
+        "device": named_devices(plan, (rank,)),
         "used_bytes": peaks[str(rank)],
         "capacity_bytes": devices[rank].memory_bytes,
     }

@@ -70,7 +70,6 @@ def _drawn(
     node = {
         "name": module.path,
         "label": module.label,
-        "class": "",
         "children": _folded(module.path, children),
         "ops": module.ops,
         "first": min(firsts, default=0),
@@ -96,7 +95,6 @@ def _folded(parent: str, children: Sequence[tuple[dict[str, Any], int]]) -> list
             {
                 **members[0],
                 "label": f"{span} ×{len(members)}",
-                "like": f"{parent}.{span}".lstrip("."),
                 "name": f"{parent}.{span}".lstrip("."),
                 "count": sum(member["count"] for member in members),
                 "times": len(members),

@@ -198,7 +198,7 @@ def _copies(plan: PlanData) -> Iterator[dict[str, Any]]:
 def _memory(plan: PlanData) -> dict[str, Any]:
     peaks = plan.prediction.peak_memory_bytes
     devices = plan.cluster.devices
-    fullest = max(plan.used_devices, key=lambda rank: peaks[str(rank)] / devices[rank].memory_bytes)
+    fullest = plan.fullest_device
     share = peaks[str(fullest)] / devices[fullest].memory_bytes
     step = plan.prediction.step_seconds
     points = [

@@ -36,6 +36,12 @@ class PlanData(PlanFields):
         return tuple(sorted({device for stage in self.stages for device in stage.devices}))
 
     @property
+    def fullest_device(self) -> int:
+        """The used device whose peak takes the largest share of its memory."""
+        peaks, devices = self.prediction.peak_memory_bytes, self.cluster.devices
+        return max(self.used_devices, key=lambda rank: peaks[str(rank)] / devices[rank].memory_bytes)
+
+    @property
     def world_size(self) -> int:
         """Number of processes that run it: one for each used device."""
         return len(self.used_devices)

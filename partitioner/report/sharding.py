@@ -60,6 +60,14 @@ def devices_text(ranks: tuple[int, ...]) -> str:
     return f"rank{'' if len(ranks) == 1 else 's'} {ranks_text(ranks)}"
 
 
+def named_devices(plan: PlanData, ranks: tuple[int, ...]) -> str:
+    """Name the devices of a plan, one by its node and model too: "rank 3 (node1 H100-80GB)", "ranks 0-7"."""
+    if len(ranks) > 1:
+        return devices_text(ranks)
+    device = plan.cluster.devices[ranks[0]]
+    return f"{devices_text(ranks)} ({device.node_name} {device.model})"
+
+
 # --------------------------------------------------------------------------------------------------
 # The mesh, and what is true of the whole stage
 

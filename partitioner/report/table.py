@@ -88,10 +88,6 @@ def summary_rows(plan: PlanData) -> list[tuple[str, str]]:
     ]
 
 
-def _used_ranks(plan: PlanData) -> list[int]:
-    return sorted({rank for stage in plan.stages for rank in stage.devices})
-
-
 def _rates(plan: PlanData) -> list[str]:
     p = plan.prediction
     rates = [f"{rate_text(p.samples_per_second)} samples/s"]
@@ -101,7 +97,7 @@ def _rates(plan: PlanData) -> list[str]:
 
 def _placed(plan: PlanData) -> str:
     """Write "layer-wise, 4 stages on 4 of 8 devices of dgx-h100:1"."""
-    used, world = len(_used_ranks(plan)), plan.cluster.world_size
+    used, world = plan.world_size, plan.cluster.world_size
     devices = counted(world, "device") if used == world else f"{used} of {counted(world, 'device')}"
     return f"{strategy_text(plan)}, {shape_text(plan)} on {devices} of {plan.cluster.name}"
 
@@ -181,11 +177,9 @@ def blocks_line(plan: PlanData) -> list[str]:
 
 def _memory(plan: PlanData) -> str:
     """Write "the fullest device (rank 0) holds 71.2 GiB of 78.5 GiB, 90.7%"."""
-    ranks = _used_ranks(plan)
-    peak = plan.prediction.peak_memory_bytes
-    fullest = max(ranks, key=lambda rank: peak[str(rank)] / plan.cluster.devices[rank].memory_bytes)
+    fullest = plan.fullest_device
     device = plan.cluster.devices[fullest]
-    used = peak[str(fullest)]
+    used = plan.prediction.peak_memory_bytes[str(fullest)]
     return (
         f"the fullest device (rank {fullest}) holds {format_bytes(used)} of {format_bytes(device.memory_bytes)}, "
         f"{percent(used / device.memory_bytes)}"

@@ -9,8 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from torch import nn
 
 from benchmarks.unlike_clusters import UNLIKE
 from cost_models.cluster import ClusterSpec
@@ -20,6 +18,7 @@ from partitioner.models.as_graph import as_graph
 from partitioner.models.load import load_workload
 from partitioner.pictures.data import report_data
 from tests.browser.conftest import Opener
+from tests.support.two_layers import two_layers
 
 LARGE = Path(__file__).parents[1] / "data" / "plans" / "llama-70b-64.json.gz"
 """Llama-70B in pipelines of sharded stages on 64 devices, planned on 2026-11-25; a plan file must stay readable."""
@@ -47,16 +46,8 @@ def hybrid() -> Plan:
 
 
 def blocks() -> Plan:
-    net = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 8))
-    return partition(
-        net,
-        ClusterSpec.local(2),
-        example_inputs=torch.randn(4, 8),
-        loss_fn=lambda output, _: output.square().mean(),
-        batch_size=8,
-        strategy="free",
-        splits={"0": (12, 4)},
-        time_limit_seconds=1.0,
+    return two_layers(
+        (8, 16, 8), batch_size=8, strategy="free", splits={"0": (12, 4)}, time_limit_seconds=1.0
     )
 
 

@@ -65,7 +65,7 @@ function drawBox({box, x, y, width, height, level}, graph, opened, bridges, diff
   const isOpen = opened.isOpen(box);
   const stages = stagesOf(box, graph);
   const marked = differs && !isOpen && differs(box);
-  const name = boxName(box);
+  const name = box.label;
   const fit = Math.floor((width - 44) / GLYPH);
   const group = svg('g', {
     class: `box ${box.kind}${isOpen ? ' open' : ''}${marked ? ' differs' : ''}`,
@@ -117,11 +117,6 @@ function signs(stages, right) {
     group.append(mark);
   });
   return group;
-}
-
-function boxName(box) {
-  if (box.kind === 'op') return box.label;
-  return box.label;
 }
 
 function openTitle(box) {

@@ -7,31 +7,20 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
-import torch
-from torch import nn
 
-from cost_models.cluster import ClusterSpec
 from cost_models.errors import UsageError
-from partitioner import Plan, partition
+from partitioner import Plan
 from partitioner.pictures.figures import FIGURES, MOST_COLUMNS, _columns
 from partitioner.pictures.looks import PALETTE, tint
 from partitioner.pictures.svg import hatch, words
+from tests.support.two_layers import two_layers
 
 SVG = "{http://www.w3.org/2000/svg}"
 
 
 @pytest.fixture(scope="module")
 def plan() -> Plan:
-    model = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 64))
-    return partition(
-        model,
-        ClusterSpec.local(2),
-        example_inputs=torch.randn(8, 64),
-        loss_fn=lambda output, _: output.square().mean(),
-        batch_size=8,
-        microbatches=4,
-        pins={"0": 0, "2": 1},
-    )
+    return two_layers((64, 256, 64), batch_size=8, microbatches=4, pins={"0": 0, "2": 1})
 
 
 def texts(svg: str) -> list[str]:

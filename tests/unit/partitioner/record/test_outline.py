@@ -6,26 +6,15 @@ import json
 from typing import Any
 
 import pytest
-import torch
-from torch import nn
 
-from cost_models.cluster import ClusterSpec
 from cost_models.errors import PlanError
-from partitioner import Plan, partition
+from partitioner import Plan
+from tests.support.two_layers import two_layers
 
 
 @pytest.fixture(scope="module")
 def plan() -> Plan:
-    model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
-    return partition(
-        model,
-        ClusterSpec.local(2),
-        example_inputs=torch.randn(6, 4),
-        loss_fn=lambda output, _: output.square().mean(),
-        batch_size=6,
-        microbatches=2,
-        strategy="layer",
-    )
+    return two_layers((4, 8, 2), batch_size=6, microbatches=2, strategy="layer")
 
 
 def test_ops_have_their_modules_shapes_and_readers(plan: Plan) -> None:
