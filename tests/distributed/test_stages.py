@@ -50,6 +50,7 @@ def side_by_side(graph: OpGraph, patterns: str) -> Plan:
         cluster=ClusterSpec.local(4),
         stages=tuple(stages),
         state_bytes=four,
+        state_parts={},
         optimizer_seconds=four,
         prediction=plan.prediction.model_copy(update={"peak_memory_bytes": four}),
     )
