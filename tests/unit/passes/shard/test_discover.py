@@ -301,7 +301,8 @@ SMALLER: dict[str, set[str]] = {
 }
 """Where trying finds more than the table has."""
 WITHOUT_NAN = {"aten.scaled_dot_product_attention.default": {"R~ R~ S3 -> S3"}}
-"""Where a kernel lets NaN through or not by the sizes that it gets: true of numbers only, and the table is about these."""
+"""Where a kernel lets NaN through or not, by the sizes that it gets and by the processor (with AVX2 alone it does as the
+table says): true of numbers only, and the table is about these."""
 
 
 @pytest.mark.parametrize("name", example_ops())
@@ -309,5 +310,5 @@ def test_the_table_and_discovery_agree(name: str) -> None:
     node = example_ops()[name]
     table = texts(tuple(choice for choice in choices(node) if not choice.local))
     found = texts(all_valid_choices(node))
-    assert table - found == WITHOUT_NAN.get(str(node.target), set())
+    assert table - found in (set(), WITHOUT_NAN.get(str(node.target), set()))
     assert found - table == SMALLER.get(str(node.target), set()), operand_names(node)
