@@ -41,6 +41,14 @@ _H100_FLOPS = {
 }
 
 DEVICES: Mapping[str, Data] = {
+    "V100-16GB": {
+        "kind": "cuda",
+        "memory": "15.78GiB",  # [mem]
+        "memory_reserved": "1GiB",
+        "memory_bandwidth": "900GB/s",  # [V100]
+        "flops": {"float64": "7.8T", "float32": "15.7T", "float16": "125T"},  # [V100], as below
+        "launch_overhead": "5us",
+    },
     "V100-32GB": {
         "kind": "cuda",
         "memory": "31.74GiB",  # [mem]
@@ -177,6 +185,7 @@ MACHINE_NETWORKS: Mapping[str, Data] = {
 }
 
 DEVICE_LINKS: Mapping[str, str] = {
+    "V100-16GB": "NVLink2",
     "V100-32GB": "NVLink2",
     "A100-40GB": "NVLink3",
     "A100-80GB": "NVLink3",

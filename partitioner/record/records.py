@@ -83,7 +83,7 @@ class Stage(Record):
     recomputed_blocks: tuple[str, ...] = Field(
         description="modules (a number after #: a later call) whose activations backward computes again"
     )
-    transient_bytes: Natural = Field(description="held on top while backward computes blocks again")
+    transient_bytes: Natural = Field(description="the most that is held on top while backward runs")
     has_backward: bool
     sharding: StageSharding | None = Field(
         default=None, description="how several devices share the stage; null for one"

@@ -24,6 +24,7 @@ from torch.utils.flop_counter import flop_registry
 
 from cost_models.attention import (
     AttentionCall,
+    backward_peak_bytes,
     choose_backend,
     output_storage_bytes,
     saved_tensors,
@@ -65,6 +66,8 @@ class OpStructure:
     saved: tuple[tuple[SavedPlace, int], ...] = ()
     own_storages: int = 0
     attention_backend: str | None = None
+    share: float = 1.0
+    """Arithmetic that the device does over that which is counted (``cost_models.compute``)."""
     estimated: bool = False
     """The op could not be run alone (bytes come from shapes, and its inputs and outputs count as saved), or the device
     runs it as one kernel whose workspace is its own secret."""
@@ -78,6 +81,8 @@ class OpProfile:
     work: OpWork
     output_bytes: int
     """Bytes of the output tensors as values: elements times element size."""
+    backward_peak_bytes: int
+    """The most bytes alive at once in its backward, of gradients that it makes and what is in between; 0 without one."""
     storage_bytes: tuple[int, ...]
     """Bytes of each output's storage (0 if it shares one), then of each own storage."""
 
@@ -91,7 +96,7 @@ def profile(
 ) -> OpProfile:
     """Run the signature's op on fake tensors of the sizes that ``symbols`` give, and report."""
     if not signature.runs:
-        return OpProfile(OpStructure(), OpWork(), sum(_sizes(signature.outputs, symbols)), ())
+        return OpProfile(OpStructure(), OpWork(), sum(_sizes(signature.outputs, symbols)), 0, ())
     if isinstance(signature.target, Opaque):
         return _profile_opaque(signature.target, signature, symbols, device_kind)
     call = attention_call(signature, symbols)
@@ -140,7 +145,9 @@ def _profile_opaque(
         own_storages=1,
         estimated=False,
     )
-    return OpProfile(structure, work, guess.output_bytes, (*guess.storage_bytes, own_bytes))
+    return replace(
+        guess, structure=structure, work=work, storage_bytes=(*guess.storage_bytes, own_bytes)
+    )
 
 
 class _Run:
@@ -173,7 +180,7 @@ class _Run:
             structure, storage_bytes = self._storages(operands, outputs, saved, backend)
             output_bytes = sum(t.numel() * t.dtype.itemsize for t in outputs)
         if is_bridge(self._signature.exemplar):  # its work is the collective's (``passes.shard.traffic``)
-            return OpProfile(structure, OpWork(), output_bytes, storage_bytes)
+            return OpProfile(structure, OpWork(), output_bytes, total.peak_bytes, storage_bytes)
         work = OpWork(
             forward.flops,
             total.flops - weight.flops,
@@ -185,7 +192,7 @@ class _Run:
             max(0, total.launches - weight.launches),
             weight.launches,
         )
-        return OpProfile(structure, work, output_bytes, storage_bytes)
+        return OpProfile(structure, work, output_bytes, total.peak_bytes, storage_bytes)
 
     def _operand(self, index: int) -> torch.Tensor:
         operand = self._signature.operands[index]
@@ -260,7 +267,14 @@ class _Run:
         ]
         opaque = self._signature.target in _OPAQUE
         structure = OpStructure(
-            self._counter.op_class, alias, shared, tuple(places), len(own), backend, opaque
+            self._counter.op_class,
+            alias,
+            shared,
+            tuple(places),
+            len(own),
+            backend,
+            self._counter.share if self._device_kind == "cuda" else 1.0,
+            opaque,
         )
         return structure, (*fresh, *own.values())
 
@@ -286,6 +300,7 @@ def attention_call(signature: Signature, symbols: Mapping[sympy.Symbol, int]) ->
         mask_dtype=mask.spec.dtype if mask is not None else None,
         mask_requires_grad=mask is not None and mask.role != "none",
         dropout=float(dropout) if isinstance(dropout, int | float) else 0.0,
+        causal=bool(arguments.get("is_causal", False)),
     )
 
 
@@ -319,8 +334,13 @@ def _profile_attention(signature: Signature, call: AttentionCall, backend: str) 
         else:
             places.append(("output", 0) if kept == "out" else ("operand", operand[kept]))
     out_bytes = math.prod(out) * call.dtype.itemsize
-    structure = OpStructure("attention", (None,), (0,), tuple(places), len(own), backend)
-    return OpProfile(structure, work, out_bytes, (output_storage_bytes(backend, call), *own))
+    structure = OpStructure(
+        "attention", (None,), (0,), tuple(places), len(own), backend, share=0.5 if call.causal else 1.0
+    )
+    peak_bytes = backward_peak_bytes(backend, call) if gradients else 0
+    return OpProfile(
+        structure, work, out_bytes, peak_bytes, (output_storage_bytes(backend, call), *own)
+    )
 
 
 def _estimate(signature: Signature, symbols: Mapping[sympy.Symbol, int]) -> OpProfile:
@@ -342,7 +362,9 @@ def _estimate(signature: Signature, symbols: Mapping[sympy.Symbol, int]) -> OpPr
     )
     alias: tuple[int | None, ...] = (None,) * len(outputs)
     structure = OpStructure("memory", alias, tuple(range(len(outputs))), tuple(places), estimated=True)
-    return OpProfile(structure, work, sum(outputs), tuple(outputs))
+    read = [size for size, o in zip(_sizes([o.spec for o in signature.operands], symbols), signature.operands, strict=True) if o.role != "none"]
+    peak_bytes = sum(read) if signature.differentiated else 0
+    return OpProfile(structure, work, sum(outputs), peak_bytes, tuple(outputs))
 
 
 def _sizes(specs: Sequence[TensorSpec], symbols: Mapping[sympy.Symbol, int]) -> list[int]:

@@ -38,6 +38,8 @@ class OpTable:
     backward_weight_launches: FloatArray
     output_bytes: FloatArray
     """Bytes of the op's output tensors, were they sent: elements times element size."""
+    backward_peak_bytes: FloatArray
+    """The most bytes alive at once in the op's backward of what it makes."""
 
     def rows(self, ops: IndexArray) -> OpTable:
         """Take the rows of these ops, in this order."""
@@ -52,13 +54,15 @@ class OpRates:
     """[rows] number of each op's signature (``passes.graph.signatures``): ops with one number are the same op."""
     bounds: tuple[tuple[torch.dtype, OpClass], ...]
     """(data type, class) of each signature's arithmetic."""
+    shares: FloatArray
+    """Arithmetic that each signature does over that which is counted (``cost_models.compute``)."""
     kinds: tuple[str, ...]
     """The kind that each signature is charged as on a calibrated device (``cost_models.op_cases.kind_of``)."""
     extra: Extra
 
     def rows(self, ops: IndexArray) -> OpRates:
         """Take the rows of these ops, in this order."""
-        return OpRates(self.signature_of[ops], self.bounds, self.kinds, self.extra.rows(ops))
+        return OpRates(self.signature_of[ops], self.bounds, self.shares, self.kinds, self.extra.rows(ops))
 
     def phases(self, work: OpTable, device: ComputeDevice) -> tuple[PhaseSeconds, ...]:
         """Compute kernel and launch seconds of each row of ``work``: forward, input half, weight half."""
@@ -96,11 +100,19 @@ class OpRates:
         flops = getattr(work, f"{phase}_flops")
         moved = getattr(work, f"{phase}_bytes")
         kernel = np.zeros(len(self.signature_of))
-        bound_of = self._bound_of()
+        bound_of, shares = self._bound_of(), self.shares[self.signature_of]
         for bound in np.unique(bound_of):
             members = bound_of == bound
             dtype, op_class = self.bounds[bound]
-            kernel[members] = kernel_seconds(flops[members], moved[members], device, dtype, op_class)
+            kernel[members] = kernel_seconds(
+                flops[members],
+                moved[members],
+                device,
+                dtype,
+                op_class,
+                share=shares[members],
+                backward=phase != "forward",
+            )
         return PhaseSeconds(kernel, getattr(work, f"{phase}_launches") * device.launch_overhead_seconds)
 
     def _measured(self, work: OpTable, phase: Phase, device: ComputeDevice, times: OpTimes) -> PhaseSeconds:

@@ -14,8 +14,9 @@ import numpy as np
 from cost_models.cluster import ClusterSpec
 from cost_models.memory import ParameterCount, StateBytes, state_bytes
 from cost_models.precision import Precision
+from passes.costs.backward_peak import backward_peak_bytes
 from passes.costs.costs import GraphCosts, SegmentSeconds
-from passes.costs.recompute import computed_again, transient_bytes
+from passes.costs.recompute import computed_again
 from passes.graph.graph import OpGraph
 from passes.graph.leaves import leaf_bytes, needed_leaves
 from passes.graph.state import state_reads
@@ -72,7 +73,11 @@ def segment_graph(
             backward_weight_seconds=seconds.backward_weight if backward else 0.0,
             saved_bytes=max(0, held.saved - between),
             weight_saved_bytes=max(0, held.weight_saved - received[index]),
-            transient_bytes=transient_bytes(costs, regions, microbatch_size, deferring) if backward else 0,
+            transient_bytes=backward_peak_bytes(
+                costs, indices, graph.needs_grad, microbatch_size, regions, deferring=deferring
+            )
+            if backward
+            else 0,
         )
         segments.append(Segment(index, ranks, cost, backward))
     values = tuple(
