@@ -119,7 +119,9 @@ def setting_of(run: Run) -> Setting:
     if words[0] == "mpt":
         size, tokens = words[1], run.tokens
         mixed = Precision(compute=torch.bfloat16)
-        return Setting(lambda: mpt(size, tokens), mixed, recompute=run.id.endswith("/ac"), zero=3, stack="2023")
+        return Setting(
+            lambda: mpt(size, tokens), mixed, recompute=run.id.endswith("/ac"), zero=3, stack="2023"
+        )
     half = torch.float16 if {"fp16", "amp"} & set(words) else None
     scaled = Precision(loss_scale="dynamic") if half else None
     if words[0] == "dle":
@@ -154,7 +156,8 @@ def cluster_of(run: Run, setting: Setting) -> ClusterSpec:
     cluster = ClusterSpec.model_validate(nodes)
     if setting.tf32:
         rates = cluster.devices[0].flops_per_second
-        products = MeasuredRates(flops_per_second={"float32": rates["tf32"]})
+        part = cluster.devices[0].efficiency["matmul"]
+        products = MeasuredRates(flops_per_second={"float32": rates["tf32"]}, efficiency={"vector": part})
         cluster = cluster.with_device_rates(products, provenance="float32 multiplied as tf32")
     return cluster
 

@@ -138,10 +138,13 @@ class Decoder(nn.Module):
 
 
 def mpt(size: str, tokens: int) -> Workload:
-    """Make an MPT model of one of ``MPT_SIZES``, and a batch of ``tokens`` a sample."""
+    """Make an MPT model of one of ``MPT_SIZES``, and a batch of ``tokens`` a sample.
+
+    llm-foundry computes the loss by one fused kernel in 16 bits unless told otherwise (``loss_fn: fused_crossentropy``).
+    """
     width, heads, layers = MPT_SIZES[size]
     with torch.device("meta"):
-        model = Decoder(width, heads, layers, tokens, MPT_VOCABULARY, BlockParts(), tied=True)
+        model = Decoder(width, heads, layers, tokens, MPT_VOCABULARY, BlockParts(wide_loss=False), tied=True)
     return _with_tokens(model, tokens, MPT_VOCABULARY)
 
 

@@ -94,6 +94,7 @@ class DeviceSpec(Section):
     memory_bandwidth: Bandwidth | None = None
     flops: Flops | None = None
     launch_overhead: Seconds | None = None
+    kernel_overhead: Seconds | None = None
     efficiency: Efficiency | None = None
     op_times: OpTimesField | None = None
     """Measured seconds by kind of op (``cost_models.op_profile``); written by a calibration, not by hand."""

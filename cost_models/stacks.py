@@ -18,7 +18,7 @@ Sources
              to 0.33 backward (FlashAttention-3, arXiv 2407.08608, figures 5 and 6)
     [FIT]    fitted on the published runs of llm-foundry of 2023 (``python -m benchmarks.published``): its attention kernels
              are older than FlashAttention-2
-    [DLE]    fitted on NVIDIA/DeepLearningExamples' ResNet-50 on a V100
+    [MM32]   float32 products: 51.5 of 67 TFLOP/s (pytorch's and Triton's issues; A100 0.90 to 0.97, V100 0.89)
     [COPY]   copies and elementwise kernels: V100 0.82 to 0.87 of the data sheet's bandwidth, A100 with 40 GB 0.87, with
              80 GB 0.73 to 0.79, H100 0.78 to 0.90 (BabelStream's threads, mli/transformers-benchmarks, KernelBench)
 """
@@ -31,9 +31,22 @@ from types import MappingProxyType
 NEWEST = "2025"
 """The stack that is assumed where none is named: torch 2.4 and newer, with FlashAttention-2."""
 
-_A100 = {"matmul": 0.80, "conv": 0.5, "attention": 0.60, "attention_backward": 0.50}  # [COOK] [FA2]
-_H100 = {"matmul": 0.70, "conv": 0.5, "attention": 0.33, "attention_backward": 0.30}  # [XLA] [ML] [FA2]
-_V100 = {"matmul": 0.71, "conv": 0.7, "memory": 0.85}  # [COOK] [DLE] [COPY]
+_A100 = {"matmul": 0.80, "attention": 0.60, "attention_backward": 0.50}  # [COOK] [FA2]
+_H100 = {
+    "matmul": 0.70,
+    "attention": 0.33,
+    "attention_backward": 0.30,
+    "vector": 0.77,
+    "memory": 0.80,
+}  # [ML] [FA2] [MM32] [COPY]
+_V100 = {"matmul": 0.71, "memory": 0.85}  # [COOK] [COPY]
+_A100_2023 = {"attention": 0.37, "attention_backward": 0.28, "memory": 0.75}  # [FIT] [FIT] [COPY]
+_H100_2023 = {
+    "matmul": 0.68,
+    "attention": 0.27,
+    "attention_backward": 0.15,
+    "memory": 0.75,
+}  # [ML] [FIT] [FIT] [FIT]
 
 STACKS: Mapping[str, Mapping[str, Mapping[str, float]]] = MappingProxyType(
     {
@@ -41,15 +54,11 @@ STACKS: Mapping[str, Mapping[str, Mapping[str, float]]] = MappingProxyType(
             "V100-16GB": _V100,
             "V100-32GB": _V100,
             "A100-40GB": {**_A100, "memory": 0.87},  # [COPY]
-            "A100-80GB": {**_A100, "memory": 0.79},  # [COPY]
-            "H100-80GB": {**_H100, "memory": 0.80},  # [COPY]
-            "H200-141GB": {**_H100, "memory": 0.80},
+            "A100-80GB": {**_A100, "memory": 0.76},  # [COPY]
+            "H100-80GB": _H100,
+            "H200-141GB": _H100,
         },
-        "2023": {
-            "A100-40GB": {**_A100, "attention": 0.38, "attention_backward": 0.28, "memory": 0.85},  # [FIT]
-            "A100-80GB": {**_A100, "attention": 0.38, "attention_backward": 0.28, "memory": 0.85},  # [FIT]
-            "H100-80GB": {**_H100, "attention": 0.27, "attention_backward": 0.15, "memory": 0.75},  # [FIT]
-        },
+        "2023": {"A100-40GB": _A100_2023, "A100-80GB": _A100_2023, "H100-80GB": _H100_2023},
     }
 )
 """Efficiencies (``cost_models.devices.EFFICIENCY_NAMES``) by stack and device preset."""

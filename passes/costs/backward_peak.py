@@ -8,20 +8,22 @@ Before it begins, all that the forwards saved is there. Then, op by op, from the
     logits ─► log_softmax ─► loss        saved: log_softmax    during its backward: + gradients of the loss's input and of logits
 
 A backward that makes nothing hands its own gradient on (a sum, a view): one storage with several owners. Gradients of
-parameters belong to the state; what micro-batches before left is there all the time.
+parameters belong to the state, where they are added to what micro-batches before left; but those of a parameter that several
+ops read are summed first, in a tensor that is there from the last reader's backward to the first's.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from passes.costs.costs import GraphCosts
+from passes.graph.graph import OpGraph
 
 
 def backward_peak_bytes(
+    graph: OpGraph,
     costs: GraphCosts,
     ops: Sequence[int],
-    needs_grad: Collection[str],
     batch_size: int,
     regions: Sequence[Sequence[int]] = (),
     *,
@@ -29,18 +31,18 @@ def backward_peak_bytes(
 ) -> int:
     """Return the most bytes that the backward of ``ops`` (rising indices) holds beyond what was saved when it began.
 
-    ``needs_grad``: names of ops whose results receive gradients. ``regions``: ops that backward computes again, by block;
-    what they save is there from when their block is computed again. ``deferring``: weight halves run later, and keep what
+    ``regions``: ops that backward computes again, by block; what they save is there from when that begins. ``deferring``: weight halves run later, and keep what
     their ops saved and the gradients of their results.
     """
     exact = costs.exact(batch_size)
-    walk = _Walk(exact, [int(op) for op in ops], needs_grad, batch_size, regions)
+    walk = _Walk(graph, exact, [int(op) for op in ops], batch_size, regions)
     for op in reversed(ops):
         later = deferring and exact.weight_half[op]
-        if exact.ops[op] in needs_grad:
+        if op in walk.trained:
             walk.step(op, keep=later)
         if not later:
             walk.free(op)
+        walk.sum_parameters(op)
     return max(0, int(walk.most - walk.saved_before))
 
 
@@ -49,14 +51,15 @@ class _Walk:
 
     def __init__(
         self,
+        graph: OpGraph,
         costs: GraphCosts,
         ops: Sequence[int],
-        needs_grad: Collection[str],
         batch_size: int,
         regions: Sequence[Sequence[int]],
     ) -> None:
         self.costs = costs
-        self.trained = frozenset(op for op in ops if costs.ops[op] in needs_grad)
+        self.trained = frozenset(op for op in ops if costs.ops[op] in graph.needs_grad)
+        self.summed = _summed_parameters(graph, self.trained)
         self.sizes: Mapping[str, int] = costs.storage_bytes(batch_size)
         table = costs.at(batch_size)
         self.made = table.backward_peak_bytes
@@ -109,6 +112,12 @@ class _Walk:
         """Free what no op before ``op`` saved."""
         self.alive -= sum(self.sizes[name] for name in self.saved.get(op, ()))
 
+    def sum_parameters(self, op: int) -> None:
+        """Add the gradients of parameters that several ops read: one more, and its sum with those before."""
+        begun, added, ended = (each.get(op, 0.0) for each in self.summed)
+        self.most = max(self.most, self.alive + self.gradients_alive + 2 * added)
+        self.alive += begun - ended
+
     def _release(self, gradient: list[float] | None) -> None:
         """Give up one owner of a gradient."""
         if gradient is None:
@@ -116,3 +125,31 @@ class _Walk:
         gradient[1] -= 1
         if gradient[1] == 0:
             self.gradients_alive -= gradient[0]
+
+
+def _summed_parameters(
+    graph: OpGraph, trained: frozenset[int]
+) -> tuple[dict[int, float], dict[int, float], dict[int, float]]:
+    """Count bytes of the gradients of parameters that several ops read, by op: those that its backward begins to sum,
+    adds to (which takes a tensor more), and hands over to the state."""
+    index_of = {node.name: index for index, node in enumerate(graph.ops)}
+    begun: dict[int, float] = {}
+    added: dict[int, float] = {}
+    ended: dict[int, float] = {}
+    for given in graph.inputs:
+        if given.kind != "parameter" or given.name not in graph.trained:
+            continue
+        readers = sorted(
+            index
+            for user in graph.nodes[given.node].users
+            if (index := index_of.get(user.name, -1)) in trained
+        )
+        if len(readers) < 2:
+            continue
+        types = graph.types_of(given.name, graph.precision)
+        size_bytes = float(graph.parameters[given.name].elements * types.leaf.itemsize)
+        begun[readers[-1]] = begun.get(readers[-1], 0.0) + size_bytes
+        ended[readers[0]] = ended.get(readers[0], 0.0) + size_bytes
+        for reader in readers[:-1]:
+            added[reader] = added.get(reader, 0.0) + size_bytes
+    return begun, added, ended

@@ -145,9 +145,7 @@ def _profile_opaque(
         own_storages=1,
         estimated=False,
     )
-    return replace(
-        guess, structure=structure, work=work, storage_bytes=(*guess.storage_bytes, own_bytes)
-    )
+    return replace(guess, structure=structure, work=work, storage_bytes=(*guess.storage_bytes, own_bytes))
 
 
 class _Run:
@@ -338,9 +336,7 @@ def _profile_attention(signature: Signature, call: AttentionCall, backend: str) 
         "attention", (None,), (0,), tuple(places), len(own), backend, share=0.5 if call.causal else 1.0
     )
     peak_bytes = backward_peak_bytes(backend, call) if gradients else 0
-    return OpProfile(
-        structure, work, out_bytes, peak_bytes, (output_storage_bytes(backend, call), *own)
-    )
+    return OpProfile(structure, work, out_bytes, peak_bytes, (output_storage_bytes(backend, call), *own))
 
 
 def _estimate(signature: Signature, symbols: Mapping[sympy.Symbol, int]) -> OpProfile:
@@ -362,7 +358,13 @@ def _estimate(signature: Signature, symbols: Mapping[sympy.Symbol, int]) -> OpPr
     )
     alias: tuple[int | None, ...] = (None,) * len(outputs)
     structure = OpStructure("memory", alias, tuple(range(len(outputs))), tuple(places), estimated=True)
-    read = [size for size, o in zip(_sizes([o.spec for o in signature.operands], symbols), signature.operands, strict=True) if o.role != "none"]
+    read = [
+        size
+        for size, o in zip(
+            _sizes([o.spec for o in signature.operands], symbols), signature.operands, strict=True
+        )
+        if o.role != "none"
+    ]
     peak_bytes = sum(read) if signature.differentiated else 0
     return OpProfile(structure, work, sum(outputs), peak_bytes, tuple(outputs))
 

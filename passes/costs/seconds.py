@@ -88,7 +88,8 @@ class OpRates:
         )
         bandwidth = device.memory_bandwidth_bytes_per_second
         times = getattr(device, "op_times", None)
-        return device.kind, bandwidth, device.launch_overhead_seconds, efficiency, peaks, times
+        overheads = device.launch_overhead_seconds, device.kernel_overhead_seconds
+        return device.kind, bandwidth, overheads, efficiency, peaks, times
 
     def _bound_of(self) -> IndexArray:
         """Return the number of the first signature with each row's data type and class: [rows]."""
@@ -113,7 +114,9 @@ class OpRates:
                 share=shares[members],
                 backward=phase != "forward",
             )
-        return PhaseSeconds(kernel, getattr(work, f"{phase}_launches") * device.launch_overhead_seconds)
+        launches = getattr(work, f"{phase}_launches")
+        kernel += np.where(moved > 0, launches * device.kernel_overhead_seconds, 0.0)  # a view runs no kernel
+        return PhaseSeconds(kernel, launches * device.launch_overhead_seconds)
 
     def _measured(self, work: OpTable, phase: Phase, device: ComputeDevice, times: OpTimes) -> PhaseSeconds:
         """Charge each op what a calibration measured of its kind; launching is part of that."""

@@ -74,7 +74,7 @@ def segment_graph(
             saved_bytes=max(0, held.saved - between),
             weight_saved_bytes=max(0, held.weight_saved - received[index]),
             transient_bytes=backward_peak_bytes(
-                costs, indices, graph.needs_grad, microbatch_size, regions, deferring=deferring
+                graph, costs, indices, microbatch_size, regions, deferring=deferring
             )
             if backward
             else 0,

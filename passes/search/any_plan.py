@@ -246,7 +246,9 @@ def _rates(graph: OpGraph, costs: GraphCosts, job: Job, device: Device) -> _Rate
     if times is not None and isinstance(known := times.get(OPTIMIZER + job.optimizer, "forward"), CostLine):
         optimizer = total.trained * known.seconds_per_byte
     bounds = costs.rates.bounds
-    arithmetic = max(device.efficiency[name] for name in ("matmul", "attention", "attention_backward", "conv"))
+    arithmetic = max(
+        device.efficiency[name] for name in ("matmul", "attention", "attention_backward", "conv", "vector")
+    )
     per_flop = np.zeros(len(bounds))
     least = None if times is None else _least(times)
     for number, (dtype, op_class) in enumerate(bounds):

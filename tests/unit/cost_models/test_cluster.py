@@ -120,9 +120,20 @@ def test_flops_replace_the_presets_and_efficiency_adds_to_it() -> None:
     device = {"preset": "H100-80GB", "flops": {"bfloat16": "700T"}, "efficiency": {"matmul": 0.9}}
     rank = ClusterSpec.from_dict({"nodes": [{"device": device}]}).devices[0]
     assert dict(rank.flops_per_second) == {"bfloat16": 700e12}
-    assert dict(rank.efficiency) == {"matmul": 0.9, "attention": 0.5, "conv": 0.5, "memory": 0.8}
+    assert dict(rank.efficiency) == {**STACKS[NEWEST]["H100-80GB"], "matmul": 0.9}
     one_number = ClusterSpec.from_dict({"nodes": [{"device": {"preset": "H100-80GB", "efficiency": 0.5}}]})
     assert set(one_number.devices[0].efficiency.values()) == {0.5}
+
+
+def test_a_stack_says_how_fast_the_software_of_a_time_was() -> None:
+    def attention(**keys: str) -> float:
+        device = ClusterSpec.from_dict({"nodes": [{"device": {"preset": "H100-80GB", **keys}}]}).devices[0]
+        return device.efficiency["attention_backward"]
+
+    assert attention() == attention(stack=NEWEST) == STACKS[NEWEST]["H100-80GB"]["attention_backward"]
+    assert attention(stack="2023") < attention()
+    with pytest.raises(ClusterError, match="a stack"):
+        attention(stack="1999")
 
 
 def test_local_workers_share_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:
