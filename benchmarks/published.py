@@ -2,8 +2,8 @@
 
     make published          = python -m benchmarks.published [--only GLOB] [--runs FILE] [--json rows.json]
 
-A row of ``--runs`` is one run: its model, cards, batch, and what a step took. Nothing here is fitted: each row is planned as
-it was run (one replica per device, ZeRO-3 where it was FSDP, so many micro-batches), and the error is what the
+A row of ``--runs`` is one run: its model, cards, batch, and what a step took. Nothing is fitted here: each row is planned
+as it was run (one replica per device, ZeRO-3 where it was FSDP, so many micro-batches), and the error is what the
 simulation says over what was published, less one. Rows that are refused count as such.
 """
 

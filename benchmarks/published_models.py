@@ -149,7 +149,10 @@ def mpt(size: str, tokens: int) -> Workload:
 
 
 def gpt2(own_ops: bool, attention: str) -> Workload:
-    """Make GPT-2 of 124M parameters as in "Build a Large Language Model From Scratch": no biases in q, k, v, head not tied."""
+    """Make GPT-2 of 124M parameters as in "Build a Large Language Model From Scratch".
+
+    It has no biases in q, k and v, and its head is not tied.
+    """
     parts = BlockParts(False, own_ops, attention, GPT2_DROPOUT, wide_loss=False)
     with torch.device("meta"):
         model = Decoder(768, 12, 12, 1024, GPT2_VOCABULARY, parts, tied=False)
@@ -166,8 +169,8 @@ def bert_large() -> Workload:
     config._attn_implementation = "eager"  # the software of 2022 knew no other
     with torch.device("meta"):
         model = BertForSequenceClassification(config)
-    batch = {"input_ids": torch.zeros(EXAMPLES, 512, dtype=torch.long), "labels": torch.zeros(EXAMPLES, dtype=torch.long)}  # fmt: skip
-    return Workload(model, batch)
+    tokens, labels = torch.zeros(EXAMPLES, 512, dtype=torch.long), torch.zeros(EXAMPLES, dtype=torch.long)
+    return Workload(model, {"input_ids": tokens, "labels": labels})
 
 
 class _Classified(nn.Module):

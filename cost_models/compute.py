@@ -9,8 +9,8 @@ Symbols
     o   seconds the host needs to launch one kernel
     k   seconds in which a kernel starts and ends and does nothing
 
-    s   arithmetic that is done over that which is counted: 1/2 of attention with a causal mask; more than 1 where operands are
-        not aligned, as if more of it were done
+    s   arithmetic that is done over that which is counted: 1/2 of attention with a causal mask; more than 1 where operands
+        are not aligned, as if more of it were done
 
     kernel time   t = k + s·W / (P · e_class) + Q / (B · e_memory)
 

@@ -12,10 +12,10 @@ Sources
              2025): 125 shapes of 256 to 4,096 on an H100, short runs: 0.79 of the peak at 4,096
     [ML]     stas00/ml-engineering, compute/accelerator: best matrix products of warm cards: A100 0.87, H100 0.80; long runs
              at m = 16,384 reach 0.56 to 0.60 on an H100 (float8_experimental, pull request 100)
-    [COOK]   EleutherAI/cookbook, sizing/results (2023): products on A100 and V100, in steps of 64: 0.81 and 0.71 of the peak
-             at 8,192 x 8,192 x 4,096
-    [FA2]    FlashAttention-2: on A100 0.5 to 0.73 of the peak forward (arXiv 2307.08691); on H100 0.30 to 0.37 forward, 0.29
-             to 0.33 backward (FlashAttention-3, arXiv 2407.08608, figures 5 and 6)
+    [COOK]   EleutherAI/cookbook, sizing/results (2023): products on A100 and V100, in steps of 64: 0.81 and 0.71 of the
+             peak at 8,192 x 8,192 x 4,096
+    [FA2]    FlashAttention-2: on A100 0.5 to 0.73 of the peak forward (arXiv 2307.08691); on H100 0.30 to 0.37 forward,
+             0.29 to 0.33 backward (FlashAttention-3, arXiv 2407.08608, figures 5 and 6)
     [FIT]    fitted on the published runs of llm-foundry of 2023 (``python -m benchmarks.published``): its attention kernels
              are older than FlashAttention-2
     [MM32]   float32 products: 51.5 of 67 TFLOP/s (pytorch's and Triton's issues; A100 0.90 to 0.97, V100 0.89)

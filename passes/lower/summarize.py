@@ -14,7 +14,7 @@ import numpy as np
 from cost_models.cluster import ClusterSpec
 from cost_models.memory import ParameterCount, StateBytes, state_bytes
 from cost_models.precision import Precision
-from passes.costs.backward_peak import backward_peak_bytes
+from passes.costs.backward_peak import BackwardPeak, backward_peak
 from passes.costs.costs import GraphCosts, SegmentSeconds
 from passes.costs.recompute import computed_again
 from passes.graph.graph import OpGraph
@@ -67,17 +67,20 @@ def segment_graph(
             costs.segment_seconds(again, microbatch_size, device).forward if again else 0.0
             for device in devices
         )
+        peak = (
+            backward_peak(graph, costs, indices.tolist(), microbatch_size, regions, deferring=deferring)
+            if backward
+            else BackwardPeak(0, 0, 0)
+        )
         cost = SegmentCost(
             forward_seconds=seconds.forward,
             backward_input_seconds=seconds.backward_input + again_seconds if backward else 0.0,
             backward_weight_seconds=seconds.backward_weight if backward else 0.0,
             saved_bytes=max(0, held.saved - between),
             weight_saved_bytes=max(0, held.weight_saved - received[index]),
-            transient_bytes=backward_peak_bytes(
-                graph, costs, indices, microbatch_size, regions, deferring=deferring
-            )
-            if backward
-            else 0,
+            transient_bytes=peak.later_bytes,
+            first_transient_bytes=peak.first_bytes,
+            gradient_bytes=peak.gradient_bytes,
         )
         segments.append(Segment(index, ranks, cost, backward))
     values = tuple(
