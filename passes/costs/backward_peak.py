@@ -59,8 +59,8 @@ def backward_peak(
         if not later:
             walk.free(op)
         walk.sum_parameters(op)
-    later, first = (max(0, int(most - walk.saved_before)) for most in (walk.most, walk.first_most))
-    return BackwardPeak(later, first, int(walk.grown))
+    beyond, first = (max(0, int(most - walk.saved_before)) for most in (walk.most, walk.first_most))
+    return BackwardPeak(beyond, first, int(walk.grown))
 
 
 class _Walk:
