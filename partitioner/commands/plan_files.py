@@ -17,6 +17,7 @@ from partitioner.commands.options import (
 )
 from partitioner.cost_graphs.plan import GraphPlan, is_graph_plan
 from partitioner.plan import Plan
+from partitioner.report.text import hanging
 from partitioner.report.timeline import step_picture
 from runtime.simulate.simulate import Simulation
 from runtime.simulate.timeline import render
@@ -58,7 +59,7 @@ class _Shown:
         return f"{self.plan}\n\n{step_picture(self.step)}"
 
 
-def diff(first: Path, second: Path, /, *, json: JsonFlag = False) -> int:
+def diff(first: Path, second: Path, /, *, quiet: QuietFlag = False, json: JsonFlag = False) -> int:
     """Print what differs between two plans.
 
     Parameters
@@ -67,12 +68,25 @@ def diff(first: Path, second: Path, /, *, json: JsonFlag = False) -> int:
         The plan to compare from.
     second
         The plan to compare to.
+    quiet
+        Say nothing on stderr but errors.
     json
         Print one JSON object.
     """
-    text = Plan.load(first).diff(Plan.load(second))
-    emit(text or "no difference", {"equal": not text, "differences": text.splitlines()}, json)
+    with progress("comparing", quiet=quiet):
+        text = Plan.load(first).diff(Plan.load(second))
+    emit(_Differences(text), {"equal": not text, "differences": text.splitlines()}, json)
     return 0
+
+
+@dataclass(frozen=True)
+class _Differences:
+    """What differs, a line each, wrapped."""
+
+    text: str
+
+    def __str__(self) -> str:
+        return hanging(self.text) or "no difference"
 
 
 def simulate(

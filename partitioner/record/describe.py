@@ -50,6 +50,8 @@ from runtime.program.program import Backward, BackwardWeight, Forward, Program, 
 from runtime.segment.microbatch import microbatch_sizes
 
 MOST_RUNNER_UPS = 5
+ALIKE = 5e-4
+"""Slower by less than this part is as fast: it would be written as 0.0%."""
 
 
 def describe(kind: type[PlanT], graph: OpGraph, cluster: ClusterSpec, compiled: Compiled) -> PlanT:
@@ -348,6 +350,8 @@ def _why_not(tried: MeshTried, own_seconds: float) -> str:
     slower = max(0.0, _at_least(tried) / own_seconds - 1)
     if tried.status == "time limit":
         return "not searched to the end"
+    if slower < ALIKE:
+        return "no faster by the search's count"
     return (
         f"{'' if math.isfinite(tried.seconds) else 'at least '}{percent(slower)} slower by the search's count"
     )
