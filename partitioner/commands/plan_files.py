@@ -16,6 +16,7 @@ from partitioner.commands.options import (
     rank_list,
 )
 from partitioner.cost_graphs.plan import GraphPlan, is_graph_plan
+from partitioner.pictures.cost_graph_data import graph_plan_differences
 from partitioner.plan import Plan
 from partitioner.report.text import hanging
 from partitioner.report.timeline import step_picture
@@ -74,7 +75,10 @@ def diff(first: Path, second: Path, /, *, quiet: QuietFlag = False, json: JsonFl
         Print one JSON object.
     """
     with progress("comparing", quiet=quiet):
-        text = Plan.load(first).diff(Plan.load(second))
+        if is_graph_plan(first) and is_graph_plan(second):
+            text = "\n".join(graph_plan_differences(GraphPlan.load(first), GraphPlan.load(second)))
+        else:
+            text = Plan.load(first).diff(Plan.load(second))
     emit(_Differences(text), {"equal": not text, "differences": text.splitlines()}, json)
     return 0
 

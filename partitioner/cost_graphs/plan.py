@@ -219,7 +219,9 @@ def bytes_per_cost(read: ReadGraph) -> float | None:
 
 def _render(plan: GraphPlan) -> str:
     p, c, m, by_layout = plan.prediction, plan.certificate, plan.machine, plan.strategy == "feature"
-    memory = "no memory limit" if m.memory_size is None else f"{_size(plan, m.memory_size)} of memory each"
+    memory = (
+        "no memory limit" if m.memory_size is None else f"{size_text(plan, m.memory_size)} of memory each"
+    )
     counts = f"{counted(m.accelerators, 'accelerator')} ({memory}), {counted(m.cpus, 'CPU')}"
     unit = "" if plan.cost_unit.startswith("cost unit") else f" {plan.cost_unit}"
     lines = [
@@ -265,7 +267,7 @@ def _table(plan: GraphPlan) -> str:
                 f"{len(held[device]):,}",
                 f"{p.loads[device]:g}",
                 share,
-                _size(plan, p.memory[device]),
+                size_text(plan, p.memory[device]),
                 shown,
             ]
         )
@@ -296,10 +298,10 @@ def _in_order(plan: GraphPlan, nodes: Collection[str]) -> list[str]:
     return sorted(nodes, key=place.__getitem__)
 
 
-def _size(plan: GraphPlan, size: float) -> str:
-    """Write a size: in bytes where they are that."""
+def size_text(plan: GraphPlan, size: float) -> str:
+    """Write a size of memory: in bytes where they are that, else as a number alone."""
     in_bytes = plan.outline is not None and plan.outline.bytes_per_cost is not None
-    return format_bytes(size) if in_bytes else f"{size:,.6g}"
+    return format_bytes(size) if in_bytes else f"{size:,.0f}" if 1e4 <= size < 1e15 else f"{size:.4g}"
 
 
 def _first(nodes: list[str]) -> str:

@@ -237,7 +237,7 @@ def figure(plan: PlanData, kind: str, path: str | PathLike[str] | None = None) -
 
 def _write_png(text: str, path: Path) -> None:
     try:
-        from cairosvg import svg2png  # type: ignore[import-not-found, unused-ignore]  # an extra
+        from cairosvg import svg2png  # type: ignore[import-not-found, import-untyped, unused-ignore]  # an extra
     except (
         ImportError,
         OSError,

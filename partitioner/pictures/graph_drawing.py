@@ -148,7 +148,7 @@ class _Drawer:
             yield from self._parameters(box)
 
     def _kind(self, op: int) -> str:
-        """Name an op's kind without the types of its operands: add.Tensor -> add; a layer of a cost graph from its front."""
+        """Name an op's kind without the types of its operands, add.Tensor -> add; of a cost graph the front of it."""
         kind = str(self.graph["kinds"][self.graph["ops"][op][1]]["op"])
         if "cost_unit" not in self.graph:
             return kind.partition(".")[0]

@@ -24,8 +24,8 @@ GAP_ACROSS, GAP_DOWN = 22.0, 34.0
 POINT_WIDTH = 8.0
 """Pixels that a passing arrow takes in a row."""
 SHORT, LONG, PASSING = 50.0, 1.0, 8.0
-"""How much a link wants to be straight: an arrow to the next row, the end of a longer one, a piece between its ends. Were all
-alike, a chain of boxes would become a staircase where each has an arrow to far below. Chosen by looking at pictures of plans."""
+"""How much a link wants to be straight: an arrow to the next row, the end of a longer one, a piece between its ends.
+Were all alike, a chain of boxes with arrows to far below would become a staircase. Chosen by looking at pictures."""
 SWEEPS = 8
 """Rounds of ordering, and of placing; more change nothing that is seen."""
 LONGEST = 100
@@ -172,7 +172,9 @@ def _offsets(row: Sequence[int], nodes: Sequence[Point]) -> list[float]:
 
 def _ascending(wanted: Sequence[float], weights: Sequence[float]) -> list[float]:
     """Return the ascending numbers that are nearest to ``wanted`` by weighted least squares."""
-    pools: list[tuple[float, float, int]] = []  # the mean, the weight and the number of neighbours that must be equal
+    pools: list[
+        tuple[float, float, int]
+    ] = []  # the mean, the weight and the number of neighbours that must be equal
     for want, weight in zip(wanted, weights, strict=True):
         mean, heavy, count = want, weight, 1
         while pools and pools[-1][0] > mean:

@@ -17,9 +17,9 @@ WIDTH = 80
 NARROWEST, WIDEST = 40, 120
 """The least and the most characters of a line that texts are fitted into: below, tables fall apart; above, lines are hard
 to read."""
-LEAST_TEXT, LEAST_NAME = 20, 12
-"""A column of words is not made narrower than the first; where that saves the table from being cut in two, than the second:
-names such as "H100-80GB" behind their indent."""
+LEAST_TEXT = 20
+"""A column of words is not made narrower than this, or, where that saves the table from being cut in two, than its longest
+word; else the table is cut in two."""
 _HANGING = "  "
 """Indent of what a cell goes on with on the next line."""
 
@@ -93,13 +93,14 @@ def columns(
     if _total(widths) <= text_width():
         return _written(table, widths, words, under)
     half = (text_width() - 2) // 2  # the first column and another one fit always
-    narrow, least = (
-        [
-            max(min(width, least_text, half) if is_words else _widest(table[1:], c), _longest_word(header[c]))
-            for c, (width, is_words) in enumerate(zip(widths, words, strict=True))
-        ]
-        for least_text in (LEAST_NAME, LEAST_TEXT)
-    )
+    least = [
+        max(min(width, LEAST_TEXT, half) if is_words else _widest(table[1:], c), _longest_word(header[c]))
+        for c, (width, is_words) in enumerate(zip(widths, words, strict=True))
+    ]
+    narrow = [
+        min(size, max(_longest_word(row[c]) for row in table) + len(_HANGING)) if words[c] else size
+        for c, size in enumerate(least)
+    ]
     if _total(least) > text_width() >= _total(narrow):
         least = narrow
     texts: list[str] = []

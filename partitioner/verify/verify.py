@@ -93,8 +93,8 @@ class VerifyReport(ShownInNotebooks):
         counts = ", ".join(f"{n} {kind if n == 1 else _PLURAL[kind]}" for kind, n in self.compared.items())
         lines = [
             f"{'verified' if self.passed else 'DIFFERS'}: {self.model}, {self._placed}, "
-            f"{counted(self.microbatches, 'micro-batch')}, {counted(self.samples, 'sample')}, in float64: {counts} compared "
-            f"({self.seconds:.1f} s)"
+            f"{counted(self.microbatches, 'micro-batch')}, {counted(self.samples, 'sample')}, in float64: "
+            f"{counts} compared ({self.seconds:.1f} s)"
         ]
         if self.worst is not None:
             lines.append(
@@ -116,9 +116,7 @@ class VerifyReport(ShownInNotebooks):
     def raise_if_different(self) -> None:
         """Raise VerificationError unless everything agreed."""
         if not self.passed:
-            raise VerificationError(
-                "the partitioned model computes something else", because=self._lines()
-            )
+            raise VerificationError("the partitioned model computes something else", because=self._lines())
 
 
 def verify_plan(
