@@ -24,18 +24,21 @@ MICROBATCHES = 3
 LIMIT_SECONDS = 3.0
 
 
-def break_in_the_middle(how: str, culprit: int) -> tuple[str, str, float]:
-    """In a worker: two good steps, then ``culprit`` fails in its second forward of the third step."""
-    rank = dist.get_rank()
-    programs = hand.programs("list", RANKS, MICROBATCHES)
-    executor = Executor(
-        programs[rank],
+def made_executor(timeout_seconds: float) -> Executor:
+    return Executor(
+        hand.programs("list", RANKS, MICROBATCHES)[dist.get_rank()],
         hand.codes(),
         hand.graph(RANKS),
         hand.state(),
         hand.BATCH,
-        timeout_seconds=LIMIT_SECONDS,
+        timeout_seconds=timeout_seconds,
     )
+
+
+def break_in_the_middle(how: str, culprit: int) -> tuple[str, str, float]:
+    """In a worker: two good steps, then ``culprit`` fails in its second forward of the third step."""
+    rank = dist.get_rank()
+    executor = made_executor(LIMIT_SECONDS)
     for _ in range(2):
         executor.train_step(hand.batch(7), MICROBATCHES)
     if rank == culprit and how != "sleep in the reduction":
@@ -102,9 +105,14 @@ def test_the_others_end_in_time_and_name_the_culprit(pool: WorkerPool, how: str,
 
 
 def ready(pool: WorkerPool) -> None:
-    """Start all workers and import what they need, so that a limit counts from here: after a failure they are new."""
-    ranks = pool.run(dist.get_rank, timeout_seconds=120.0)
-    assert ranks == list(range(3))
+    """Start all workers and train a step, so that a limit counts from here: on a busy machine imports take seconds."""
+    pool.run(train_once, timeout_seconds=120.0)
+
+
+def train_once() -> None:
+    executor = made_executor(timeout_seconds=60.0)
+    executor.train_step(hand.batch(7), MICROBATCHES)
+    executor.close()
 
 
 def fail_if(rank: int) -> int:
