@@ -85,7 +85,7 @@ def diff(first: Path, second: Path, /, *, quiet: QuietFlag = False, json: JsonFl
 
 @dataclass(frozen=True)
 class _Differences:
-    """What differs, a line each, wrapped."""
+    """The differences, a line each, wrapped."""
 
     text: str
 

@@ -50,8 +50,6 @@ from runtime.program.program import Backward, BackwardWeight, Forward, Program, 
 from runtime.segment.microbatch import microbatch_sizes
 
 MOST_RUNNER_UPS = 5
-ALIKE = 5e-4
-"""Slower by less than this part is as fast: it would be written as 0.0%."""
 
 
 def describe(kind: type[PlanT], graph: OpGraph, cluster: ClusterSpec, compiled: Compiled) -> PlanT:
@@ -350,11 +348,10 @@ def _why_not(tried: MeshTried, own_seconds: float) -> str:
     slower = max(0.0, _at_least(tried) / own_seconds - 1)
     if tried.status == "time limit":
         return "not searched to the end"
-    if slower < ALIKE:
+    if slower == 0:
         return "no faster by the search's count"
-    return (
-        f"{'' if math.isfinite(tried.seconds) else 'at least '}{percent(slower)} slower by the search's count"
-    )
+    least = "" if math.isfinite(tried.seconds) else "at least "
+    return f"{least}{percent(slower)} slower by the search's count"
 
 
 def _baseline(baseline: Baseline, where: str) -> Alternative:

@@ -33,7 +33,7 @@ MOST_PROBLEMS = 20
 
 ANEW = "make the plan anew with `partitioner plan … -o plan.json`"
 _OTHER_KINDS = {"graph": "a plan of a cost graph, not of a model"}
-"""What else a plan file may be, by its field ``kind``, which plans of models do not have."""
+"""Other kinds of plan files by their field ``kind``, which plans of models do not have."""
 _NO_MODEL = "it says which node goes where, and holds no model, no cluster and no programs"
 _SHOW_INSTEAD = "`partitioner show`, `partitioner graph` and `partitioner report` take it"
 GIVE_PLAN = "give the file that `partitioner plan … -o plan.json` wrote"
