@@ -24,7 +24,7 @@ GAP_ACROSS, GAP_DOWN = 22.0, 34.0
 POINT_WIDTH = 8.0
 """Pixels that a passing arrow takes in a row."""
 SHORT, LONG, PASSING = 50.0, 1.0, 8.0
-"""The weights with which links are straightened: an arrow to the next row, the end of a longer one, a piece between its ends.
+"""The weights with which links are straightened: to the next row, at the end of a long arrow, within one.
 Were all alike, a chain of boxes with arrows to far below would become a staircase. Chosen by looking at pictures."""
 SWEEPS = 8
 """Rounds of ordering, and of placing; more change nothing that is seen."""

@@ -13,6 +13,7 @@ from xml.etree import ElementTree
 
 import pytest
 
+from cost_models.errors import PlanError
 from partitioner import Plan
 from partitioner.cli import run_command
 from partitioner.cost_graphs.plan import GraphPlan
@@ -22,6 +23,7 @@ from partitioner.pictures.dot import to_dot
 from partitioner.pictures.drawing import Drawing
 from partitioner.pictures.graph_svg import to_svg
 from partitioner.pictures.plan_drawing import plan_drawing, stage_drawing
+from partitioner.verify.verify import VerifyReport
 from tests.support.real_plans import GRAPH_PLANS, PLANS, stored, stored_graph
 
 Golden = Callable[[str, str], None]
@@ -77,6 +79,30 @@ def test_two_plans_are_compared_on_80_columns(
     text = command("diff", *pair)
     assert max(map(len, text.splitlines())) <= 80
     golden(f"compared_{'_'.join(pair).replace('-', '_')}", text)
+
+
+def test_a_plan_of_a_cost_graph_is_no_plan_of_a_model(tmp_path: Path) -> None:
+    plan("graph").save(tmp_path / "graph.json")
+    with pytest.raises(PlanError, match="is a plan of a cost graph, not of a model"):
+        Plan.load(tmp_path / "graph.json")
+
+
+def test_a_report_of_a_verification_is_read_on_80_columns() -> None:
+    note = "dropout is verified with the very masks that the unpartitioned model drew, " * 3
+    report = VerifyReport(
+        model="m" * 30,
+        stages=1,
+        schedule="1f1b",
+        microbatches=1,
+        samples=8,
+        compared={"loss": 1, "gradient": 148, "parameter": 148},
+        differences=(),
+        worst=None,
+        seconds=8.3,
+        notes=(note,),
+    )
+    assert max(map(len, str(report).splitlines())) <= 80
+    assert "1 stage, 1f1b, 1 micro-batch, 8 samples" in " ".join(str(report).split())
 
 
 @pytest.mark.parametrize("name", [*SMALL, *GRAPH_PLANS])
