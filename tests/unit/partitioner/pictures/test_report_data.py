@@ -24,6 +24,7 @@ from partitioner.pictures.summary import division, summary_data
 from partitioner.plan import Plan
 from partitioner.record.rebuild import at_costs_of, proved_programs, simulate_plan
 from partitioner.record.sharding import UpdateGatherRecord
+from partitioner.report.sharding import collective_name
 from passes.trace.trace import trace
 from tests.support.made_plans import made_plan
 
@@ -133,7 +134,7 @@ def test_every_bridge_of_the_plan_is_drawn(plans: dict[str, Plan], drawn: dict[s
             wanted.update(("send/recv", way, transfer.size_bytes) for way in ways)
         for stage in plan.stages:
             for item in () if stage.sharding is None else stage.sharding.collectives:
-                wanted[item.kind.replace("_", "-"), item.backward, item.size_bytes] += 1
+                wanted[collective_name(item.kind), item.backward, item.size_bytes] += 1
         bridges = drawn[name]["graph"]["bridges"]
         assert Counter((b["kind"], b["gradient"], b["size_bytes"]) for b in bridges) == wanted
         if name != "one":
