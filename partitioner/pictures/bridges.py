@@ -89,7 +89,7 @@ def _inside(plan: PlanData, readers: _Readers) -> Iterator[dict[str, Any]]:
             if again:
                 text += ", a second time: backward computes what reads it again"
             ends = (reader, made) if gradient else (made, reader)
-            yield _bridge(*ends, collective_name(item.kind), item.size_bytes, gradient, text)
+            yield _bridge(*ends, collective_name(item.kind), item.size_bytes, gradient, text, item.seconds)
 
 
 def _ends(item: StageCollective, stage: int, readers: _Readers) -> tuple[int, int, bool] | None:
@@ -112,7 +112,10 @@ def _ends(item: StageCollective, stage: int, readers: _Readers) -> tuple[int, in
     return made, made if reader is None else reader, again
 
 
-def _bridge(source: int, target: int, kind: str, size: int, gradient: bool, text: str) -> dict[str, Any]:
+def _bridge(
+    source: int, target: int, kind: str, size: int, gradient: bool, text: str, seconds: float | None = None
+) -> dict[str, Any]:
+    """Make an arrow. ``seconds``: None for messages, which take as long as the network lets them."""
     return {
         "from": source,
         "to": target,
@@ -120,4 +123,5 @@ def _bridge(source: int, target: int, kind: str, size: int, gradient: bool, text
         "size_bytes": size,
         "gradient": gradient,
         "text": text,
+        "seconds": None if seconds is None else float(f"{seconds:.3g}"),
     }

@@ -229,8 +229,8 @@ def _copies(plan: PlanData) -> Iterator[dict[str, Any]]:
     yield _curve(
         "Devices: copies of this plan, each with its own batch",
         points,
-        "An estimate, not a simulation: after the plan's own step, each device sums all its gradients with its copies, in a "
-        f"ring of links like the slowest between device 0 and device {last} of this cluster, and nothing hides that time. "
+        "An estimate, not a simulation: after the plan's own step, each device sums all its gradients with its copies, in "
+        f"a ring of links like the slowest between device 0 and device {last} of this cluster, and nothing hides it. "
         "A device of a copy holds as much as now, so copies neither need nor save memory; ZeRO, which would share the "
         "optimizer's state among them, is not counted.",
     )

@@ -55,8 +55,8 @@ STRATEGY_WORDS: Mapping[str, StrategyWords] = {
             "recomputing some blocks only, or where all fit without",
             "overlap of communication with computing, but for sums of gradients",
         ),
-        chosen_among="ways in which all devices run the whole model together, each on its share of the tensors: for every op "
-        "and parameter, the ways to split it, and the grids in which devices may stand",
+        chosen_among="ways in which all devices run the whole model together, each on its share of the tensors: for every "
+        "op and parameter, the ways to split it, and the grids in which devices may stand",
         best_of="any sharding",
         stages="one mesh",
     ),
@@ -70,8 +70,8 @@ STRATEGY_WORDS: Mapping[str, StrategyWords] = {
             "halves of backward apart on device groups, unless the schedule is given",
             "overlap of collectives with computing, but for sums of gradients",
         ),
-        chosen_among="pipelines of groups of devices: where the model is cut into stages, how many devices share each stage, "
-        "how they split its tensors, and the number of micro-batches",
+        chosen_among="pipelines of groups of devices: where the model is cut into stages, how many devices share each "
+        "stage, how they split its tensors, and the number of micro-batches",
         best_of="any plan",
         stages="groups",
     ),
