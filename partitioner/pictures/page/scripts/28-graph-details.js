@@ -26,7 +26,7 @@ function listOf(title, items, draw) {
 }
 
 function stageWords(stage, plan) {
-  if (stage < 0 || !plan.stages[stage]) return 'every stage that needs it';
+  if (stage < 0 || !plan.stages[stage]) return 'computed by every stage that needs it';
   const {name, devices} = plan.stages[stage];
   return el('span', null, badge(stage), ` ${name}, ${devices}`);
 }
@@ -65,7 +65,7 @@ function opDetails(box, view) {
     pairs(
       ['name', name],
       ['in', inside(box, view)],
-      ['computed on', stageWords(stage, plan)],
+      [stage < 0 ? 'stage' : 'computed on', stageWords(stage, plan)],
       ['result', !graph.cost_unit && `${kind.shape} ${kind.dtype}, ${formatBytes(kind.output_bytes)}`],
       ['layout', layout >= 0 && graph.layouts[layout]],
       ...amounts(kind, graph),

@@ -9,6 +9,7 @@ function explained(name, ops, {graph, plan}) {
   const sent = ops.map((op) => known.sent[op]).filter(Boolean);
   const more = stages.length > NAMED ? ` and ${stages.length - NAMED} more stages` : '';
   const runsIn = stages.slice(0, NAMED).map((stage) => known.runs_in[stage]);
+  const everywhere = stages.length ? ops.filter((op) => graph.ops[op][2] < 0).length : 0;
   const attempt = stages.length && name && known.try[stages[0]];
   return el(
     'div',
@@ -18,6 +19,7 @@ function explained(name, ops, {graph, plan}) {
       ['runs in', stages.length && runsIn.join('; ') + more],
       ['slowest', stages.length && known.slowest],
       ['sent', sent.slice(0, NAMED).join(', ')],
+      ['everywhere', everywhere && `${plural(everywhere, 'op')}: cheap, computed by every stage that reads it`],
       ['why', stages.length ? known.why : known.everywhere],
       ['try', attempt && attempt.replace('NAME', () => short(name, 200))],
     ),
