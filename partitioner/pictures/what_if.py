@@ -230,7 +230,7 @@ def _copies(plan: PlanData) -> Iterator[dict[str, Any]]:
         "Devices: copies of this plan, each with its own batch",
         points,
         "An estimate, not a simulation: after the plan's own step, each device sums all its gradients with its copies, in "
-        f"a ring of links like the slowest between device 0 and device {last} of this cluster, and nothing hides it. "
+        f"a ring of links like the slowest from device 0 to device {last} of this cluster, and nothing hides it. "
         "A device of a copy holds as much as now, so copies neither need nor save memory; ZeRO, which would share the "
         "optimizer's state among them, is not counted.",
     )
