@@ -132,7 +132,7 @@ def _summary(plan: GraphPlan) -> dict[str, Any]:
         "division": [],
         "fullest": None,
         "sentences": [
-            {"title": "Why this plan", "text": list(_why(plan))},
+            {"title": "Why this plan", "text": list(_why(plan)), "exactly": list(_exactly(plan))},
             {"title": "How sure", "text": list(_sure(plan))},
         ],
         "alternatives": [],
@@ -167,8 +167,13 @@ def _fact(label: str, value: str, note: str = "") -> dict[str, str]:
 
 def _why(plan: GraphPlan) -> Iterator[str]:
     c = plan.certificate
-    yield f"It is the best found for {plan.objective} over {c.space}."
-    yield f"Found by {c.method} in {c.search_seconds:.1f} s ({c.solver_status})."
+    yield f"It is the best found for {plan.objective}, in {c.search_seconds:.1f} s."
+
+
+def _exactly(plan: GraphPlan) -> Iterator[str]:
+    c = plan.certificate
+    yield f"Searched: {c.space}."
+    yield f"Method: {c.method} ({c.solver_status})."
 
 
 def _sure(plan: GraphPlan) -> Iterator[str]:

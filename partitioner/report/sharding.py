@@ -343,7 +343,7 @@ def _sent(plan: PlanData, stage: Stage) -> str:
     table = [
         [
             row.when,
-            row.kind.replace("_", "-"),
+            collective_name(row.kind),
             row.axis.replace(JOINT, " and "),
             f"{row.times:,}",
             format_bytes(int(row.bytes)),
@@ -353,6 +353,11 @@ def _sent(plan: PlanData, stage: Stage) -> str:
         for row in rows
     ]
     return columns(header, table, left=("sent in a step", "kind", "along"))
+
+
+def collective_name(kind: str) -> str:
+    """Name a collective as people write it: all-gather."""
+    return kind.replace("_", "-")
 
 
 def communication_share(plan: PlanData) -> float:

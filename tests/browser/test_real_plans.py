@@ -26,6 +26,18 @@ def test_a_real_plan_is_drawn(open_page: Opener, make: Callable[[], Plan]) -> No
     assert all(f"stage {index}" in text for index in range(len(plan.stages)))
 
 
+def test_the_details_of_an_op_explain_it(open_page: Opener) -> None:
+    opened = open_page.data(report_data([hybrid()], ["a plan.json"]))
+    search = opened.page.locator("#graph input").first
+    search.fill("linear")
+    search.press("ArrowDown")
+    search.press("Enter")
+    details = opened.details()
+    assert "stage 1 on ranks 2-3" in details
+    assert "groups and degrees were fixed by hand" in details
+    assert "partitioner explain 'a plan.json' linear --model MODEL" in details
+
+
 def test_two_real_plans_side_by_side(open_page: Opener) -> None:
     opened = open_page.data(report_data([layer(), hybrid()]))
     assert "strategy: layer -> hybrid" in opened.page.locator("#differences").inner_text()
