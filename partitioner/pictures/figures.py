@@ -245,7 +245,7 @@ def _write_png(text: str, path: Path) -> None:
         raise UsageError(
             f"cannot write {path}",
             ["PNG needs the package cairosvg, which is not installed or finds no cairo library"],
-            ["pip install cairosvg", "or write .svg, which needs nothing"],
+            ["pip install 'partitioner[png]'", "or write .svg, which needs nothing"],
         ) from error
     longest = max(float(ElementTree.fromstring(text).attrib[side]) for side in ("width", "height"))
     try:
