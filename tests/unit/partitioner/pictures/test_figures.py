@@ -63,7 +63,7 @@ def test_without_cairosvg_the_error_says_what_to_install(
     plan: Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "cairosvg", None)
-    with pytest.raises(UsageError, match="pip install 'partitioner\[png"):
+    with pytest.raises(UsageError, match=r"pip install 'partitioner\[png"):
         plan.figure("memory", tmp_path / "figure.png")
 
 
