@@ -165,7 +165,7 @@ def logged(plan_json: str) -> list[str]:
     library.setLevel(logging.INFO)
     try:
         with Plan.from_json(plan_json).deploy(
-            net.workload(), graph=net.graph(), callbacks=[LineLogger(every=1)], timeout_seconds=20.0
+            net.workload(), callbacks=[LineLogger(every=1)], timeout_seconds=20.0
         ) as engine:
             engine.train_step(net.batch())
             engine.forward_backward(net.batch())
