@@ -36,8 +36,8 @@ def explain(
     name
         An op as `partitioner graph MODEL` shows it, a parameter of the model, or an input.
     model
-        The plan's model, as for `partitioner plan`. Feature-wise plans need it; others for parameters,
-        modules and other devices.
+        The plan's model, as for `partitioner plan`. Feature-wise plans need it; others to say what other
+        layouts and devices would cost.
     quiet
         Say nothing on stderr but errors.
     json

@@ -16,7 +16,9 @@ from partitioner.commands.options import (
     rank_list,
 )
 from partitioner.cost_graphs.plan import GraphPlan, is_graph_plan
+from partitioner.pictures.cost_graph_data import graph_plan_differences
 from partitioner.plan import Plan
+from partitioner.report.text import hanging
 from partitioner.report.timeline import step_picture
 from runtime.simulate.simulate import Simulation
 from runtime.simulate.timeline import render
@@ -58,7 +60,7 @@ class _Shown:
         return f"{self.plan}\n\n{step_picture(self.step)}"
 
 
-def diff(first: Path, second: Path, /, *, json: JsonFlag = False) -> int:
+def diff(first: Path, second: Path, /, *, quiet: QuietFlag = False, json: JsonFlag = False) -> int:
     """Print what differs between two plans.
 
     Parameters
@@ -67,12 +69,28 @@ def diff(first: Path, second: Path, /, *, json: JsonFlag = False) -> int:
         The plan to compare from.
     second
         The plan to compare to.
+    quiet
+        Say nothing on stderr but errors.
     json
         Print one JSON object.
     """
-    text = Plan.load(first).diff(Plan.load(second))
-    emit(text or "no difference", {"equal": not text, "differences": text.splitlines()}, json)
+    with progress("comparing", quiet=quiet):
+        if is_graph_plan(first) and is_graph_plan(second):
+            text = "\n".join(graph_plan_differences(GraphPlan.load(first), GraphPlan.load(second)))
+        else:
+            text = Plan.load(first).diff(Plan.load(second))
+    emit(_Differences(text), {"equal": not text, "differences": text.splitlines()}, json)
     return 0
+
+
+@dataclass(frozen=True)
+class _Differences:
+    """The differences, a line each, wrapped."""
+
+    text: str
+
+    def __str__(self) -> str:
+        return hanging(self.text) or "no difference"
 
 
 def simulate(

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import math
 import os
+from collections.abc import Collection
 from dataclasses import asdict
 from typing import ClassVar, Literal, get_args
 
@@ -15,11 +16,12 @@ from pydantic import Field, model_validator
 
 from cost_models.errors import UsageError
 from cost_models.shown import printable
-from cost_models.units import counted, percent
+from cost_models.units import counted, format_bytes, percent
 from partitioner.cost_graphs.outline import GraphOutline, outline_contradictions, outline_of
 from partitioner.cost_graphs.read import GraphFormat, ReadGraph
 from partitioner.record.base import Amount, CertificateRecord, Natural, Record, package_version
 from partitioner.record.file import PlanFile, read_text
+from partitioner.record.modules import shorten
 from partitioner.report.text import columns, labelled
 from passes.search.cost_graph.contiguous import place_contiguous
 from passes.search.cost_graph.graph import evaluate, named
@@ -217,7 +219,9 @@ def bytes_per_cost(read: ReadGraph) -> float | None:
 
 def _render(plan: GraphPlan) -> str:
     p, c, m, by_layout = plan.prediction, plan.certificate, plan.machine, plan.strategy == "feature"
-    memory = "no memory limit" if m.memory_size is None else f"{m.memory_size:g} of memory each"
+    memory = (
+        "no memory limit" if m.memory_size is None else f"{size_text(plan, m.memory_size)} of memory each"
+    )
     counts = f"{counted(m.accelerators, 'accelerator')} ({memory}), {counted(m.cpus, 'CPU')}"
     unit = "" if plan.cost_unit.startswith("cost unit") else f" {plan.cost_unit}"
     lines = [
@@ -255,11 +259,17 @@ def _table(plan: GraphPlan) -> str:
     used = [device for device in p.loads if held[device]]
     rows = []
     for device in used[:MAX_ROWS]:
-        names = ", ".join(held[device])
-        shown = names if len(names) <= 60 else names[:57] + "…"
+        shown = shorten(_in_order(plan, held[device]), 60)
         share = percent(p.loads[device] / p.max_load) if p.max_load else "0%"
         rows.append(
-            [device, f"{len(held[device]):,}", f"{p.loads[device]:g}", share, f"{p.memory[device]:g}", shown]
+            [
+                device,
+                f"{len(held[device]):,}",
+                f"{p.loads[device]:g}",
+                share,
+                size_text(plan, p.memory[device]),
+                shown,
+            ]
         )
     text = columns(
         ("device", "nodes", "load", "of largest", "memory", "which"), rows, left=("device", "which")
@@ -272,12 +282,26 @@ def _table(plan: GraphPlan) -> str:
 
 def _layout_lines(plan: GraphPlan) -> str:
     held: dict[str, list[str]] = {"samples": [], "features": [], "inputs": []}
-    for node, layout in plan.layouts.items():
-        held[layout].append(node)
+    for node in _in_order(plan, plan.layouts):
+        held[plan.layouts[node]].append(node)
     return "\n".join(
-        labelled(layout, f"{counted(len(nodes), 'node')}: {_first(nodes)}" if nodes else "no nodes")
+        labelled(f"by {layout}", f"{counted(len(nodes), 'node')}: {_first(nodes)}" if nodes else "no nodes")
         for layout, nodes in held.items()
     )
+
+
+def _in_order(plan: GraphPlan, nodes: Collection[str]) -> list[str]:
+    """Return nodes with producers before consumers, where the plan remembers its graph."""
+    if plan.outline is None:
+        return list(nodes)
+    place = {plan.outline.ids[v]: number for number, v in enumerate(plan.outline.in_order())}
+    return sorted(nodes, key=place.__getitem__)
+
+
+def size_text(plan: GraphPlan, size: float) -> str:
+    """Write a size of memory: in bytes where they are that, else as a number alone."""
+    in_bytes = plan.outline is not None and plan.outline.bytes_per_cost is not None
+    return format_bytes(size) if in_bytes else f"{size:,.0f}" if 1e4 <= size < 1e15 else f"{size:.4g}"
 
 
 def _first(nodes: list[str]) -> str:

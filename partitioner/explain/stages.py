@@ -11,17 +11,16 @@ from difflib import get_close_matches
 from typing import TYPE_CHECKING
 
 from cost_models.errors import UsageError
-from cost_models.units import counted, format_bytes, format_seconds, percent
+from cost_models.units import counted, format_seconds, percent
+from partitioner.explain import known
 from partitioner.explain.explanation import Explanation
 from partitioner.record.modules import shorten
 from partitioner.record.rebuild import simulate_plan, split_graph
-from partitioner.report.sharding import devices_text
 from passes.costs.costs import costs_of
 from passes.lower.job import Job
 from passes.search.explain import Way
 from passes.search.free.explain import moved_together, ways_elsewhere
 from passes.search.free.list_judge import ListJudge
-from passes.search.words import BY_HAND
 
 if TYPE_CHECKING:
     from partitioner.record.data import PlanData
@@ -29,32 +28,26 @@ if TYPE_CHECKING:
 
 
 def of_layers(plan: PlanData, name: str, graph: OpGraph | None) -> Explanation:
-    """Explain an op, or with the model a parameter or module, of a layer-wise plan."""
+    """Explain an op, parameter or module of a layer-wise plan."""
     ops = _ops_named(plan, name, graph)
     facts, where = _place(plan, name, ops)
     if not where:
         return Explanation(name, facts, ())
-    facts["why"] = _why_cut(plan)
-    other = where[0] + 1 if where[0] + 1 < len(plan.stages) else max(where[0] - 1, 0)
-    if other != where[0] and plan.strategy == "layer":
-        facts["try"] = (
-            f"plan again with pins={{{name!r}: {other}}} to see what stage {other} would cost"
-            if graph is None or name not in graph.parameters
-            else f"plan again with its module pinned to stage {other} to see what that would cost"
-        )
+    facts["why"] = known.why(plan)
+    attempt = known.other_stage(plan, None if _is_parameter(plan, name, graph) else name, where[0])
+    if attempt is not None:
+        facts["try"] = attempt
     return Explanation(name, facts, ())
 
 
 def of_free(plan: PlanData, name: str, graph: OpGraph | None) -> Explanation:
-    """Explain an op or block, or with the model a parameter or module, of a free plan."""
+    """Explain an op, block, parameter or module of a free plan."""
     split = None if graph is None else split_graph(plan, graph)
     ops = _ops_named(plan, name, split)
     facts, where = _place(plan, name, ops)
     if not where or split is None:
         if where:
-            facts["why"] = (
-                "the search chose it for all ops together; the model is needed to try other devices"
-            )
+            facts["why"] = known.why(plan)
         return Explanation(name, facts, ())
     job = Job(plan.batch_size, plan.optimizer_memory, plan.precision)
     judge = ListJudge(split, costs_of(split, plan.cluster), plan.cluster, job)
@@ -92,27 +85,28 @@ def _place(plan: PlanData, name: str, ops: set[str]) -> tuple[dict[str, str], li
     everywhere = sorted(ops & set(plan.recomputed))
     facts = {"explained": f"{name}, {counted(len(ops), 'op')}" if ops != {name} else f"{name}, an op"}
     if not where:
-        why = "it is cheap and depends on inputs only, so every stage that reads it computes it itself"
-        return {**facts, "why": why}, where
-    slowest = max(range(len(plan.stages)), key=lambda i: _seconds(plan, i))
-    facts["runs in"] = "; ".join(
-        f"stage {i} on {devices_text(plan.stages[i].devices)} ({shorten(plan.stages[i].modules, 40)}), "
-        f"{format_seconds(_seconds(plan, i))} a micro-batch"
-        for i in where[:4]
-    ) + (f" and {len(where) - 4} more stages" if len(where) > 4 else "")
-    facts["slowest"] = f"stage {slowest}, {format_seconds(_seconds(plan, slowest))} a micro-batch"
-    layouts = [text for i in where[:4] for text in _layouts(plan, i, name, ops)]
+        return {**facts, "why": known.COMPUTED_EVERYWHERE}, where
+    named, rest = where[: known.MOST_NAMED], len(where) - known.MOST_NAMED
+    facts["runs in"] = "; ".join(known.runs_in(plan, i) for i in named)
+    if rest > 0:
+        facts["runs in"] += f" and {rest} more stages"
+    facts["slowest"] = known.slowest(plan)
+    layouts = [text for i in named for text in _layouts(plan, i, name, ops)]
     if layouts:
         facts["layout"] = "; ".join(layouts)
     crossing = [value for value in plan.values if value.name in ops]
     if crossing:
-        facts["sent"] = ", ".join(
-            f"{value.name} ({format_bytes(value.size_bytes)}) to stage {','.join(map(str, value.consumers))}"
-            for value in crossing[:4]
-        )
+        facts["sent"] = known.sent(crossing[: known.MOST_NAMED])
     if everywhere:
         facts["everywhere"] = f"{shorten(everywhere, 60)}: cheap, computed by every stage that reads it"
     return facts, where
+
+
+def _is_parameter(plan: PlanData, name: str, graph: OpGraph | None) -> bool:
+    if graph is not None:
+        return name in graph.parameters
+    inputs = () if plan.outline is None else plan.outline.inputs
+    return any(given.kind == "parameter" and given.name == name for given in inputs)
 
 
 def _layouts(plan: PlanData, index: int, name: str, ops: set[str]) -> list[str]:
@@ -125,47 +119,40 @@ def _layouts(plan: PlanData, index: int, name: str, ops: set[str]) -> list[str]:
     return [f"stage {index}: {', '.join([*kept, *run])}"] if kept or run else []
 
 
-def _why_cut(plan: PlanData) -> str:
-    certificate = plan.certificate
-    if certificate.solver_status == BY_HAND:
-        return "groups and degrees were fixed by hand; what was not is cut between blocks, so that groups are equally busy"
-    text = "each device has one contiguous run of the program; where runs are cut was decided for all ops together: "
-    if certificate.gap < 5e-5:
-        return f"{text}no other cuts of the space searched cost less by the surrogate"
-    return f"{text}other cuts could cost up to {percent(certificate.gap)} less by the surrogate"
-
-
-def _seconds(plan: PlanData, index: int) -> float:
-    stage = plan.stages[index]
-    return stage.forward_seconds + stage.backward_seconds
-
-
 def _ops_named(plan: PlanData, name: str, graph: OpGraph | None) -> set[str]:
     """Find the op of that name, those that read the parameter, or those of the module."""
-    known = {*plan.placements, *plan.recomputed}
-    if name in known:
+    ops = {*plan.placements, *plan.recomputed}
+    if name in ops:
         return {name}
     found: set[str] = set()
-    names: list[str] = list(known)
+    names: list[str] = list(ops)
     if graph is not None:
         for given in graph.inputs:
             names.append(given.name)
             whole = graph.parts[given.name].whole if given.name in graph.parts else given.name
             if name in (given.name, whole):
-                found |= {user.name for user in graph.nodes[given.node].users if user.name in known}
+                found |= {user.name for user in graph.nodes[given.node].users if user.name in ops}
         for node in graph.ops:
             path = str(node.meta.get("module_path", ""))
             names.append(path)
             if path == name or path.startswith(f"{name}."):
                 found.add(node.name)
+    elif plan.outline is not None:
+        outline = plan.outline
+        names += [*outline.modules, *(given.name for given in outline.inputs)]
+        for op, module, reads in zip(outline.names, outline.module_of, outline.reads_of(), strict=True):
+            path = outline.modules[module]
+            inside = path == name or path.startswith(f"{name}.")
+            if op in ops and (inside or any(r < 0 and outline.inputs[-1 - r].name == name for r in reads)):
+                found.add(op)
     if found:
         return found
     close = get_close_matches(name, dict.fromkeys(names), n=3, cutoff=0.4)
     suggestions = [f"did you mean {', '.join(close)}?"] if close else []
-    if graph is None:
+    if graph is None and plan.outline is None:
         suggestions.append("parameters and modules are known with the model: give `model=` (`--model`)")
     raise UsageError(
-        f"there is no op{', parameter or module' if graph is not None else ''} {name!r} to explain",
-        [f"the plan is for {plan.model.name} with {len(known)} ops"],
+        f"there is no op{'' if graph is None and plan.outline is None else ', parameter or module'} {name!r} to explain",
+        [f"the plan is for {plan.model.name} with {len(ops)} ops"],
         suggestions,
     )

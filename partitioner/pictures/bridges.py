@@ -16,6 +16,7 @@ from cost_models.units import runs
 from partitioner.record.data import PlanData
 from partitioner.record.outline import ModelOutline
 from partitioner.record.sharding import StageCollective
+from partitioner.report.sharding import collective_name
 
 _BEFORE_OP = "__"
 """The mark between value and op in a bridge's name, as ``passes.shard.shard`` makes it: add_1__all_gather_tensor."""
@@ -88,7 +89,7 @@ def _inside(plan: PlanData, readers: _Readers) -> Iterator[dict[str, Any]]:
             if again:
                 text += ", a second time: backward computes what reads it again"
             ends = (reader, made) if gradient else (made, reader)
-            yield _bridge(*ends, item.kind.replace("_", "-"), item.size_bytes, gradient, text)
+            yield _bridge(*ends, collective_name(item.kind), item.size_bytes, gradient, text, item.seconds)
 
 
 def _ends(item: StageCollective, stage: int, readers: _Readers) -> tuple[int, int, bool] | None:
@@ -111,7 +112,10 @@ def _ends(item: StageCollective, stage: int, readers: _Readers) -> tuple[int, in
     return made, made if reader is None else reader, again
 
 
-def _bridge(source: int, target: int, kind: str, size: int, gradient: bool, text: str) -> dict[str, Any]:
+def _bridge(
+    source: int, target: int, kind: str, size: int, gradient: bool, text: str, seconds: float | None = None
+) -> dict[str, Any]:
+    """Make an arrow. ``seconds``: None for messages, which take as long as the network lets them."""
     return {
         "from": source,
         "to": target,
@@ -119,4 +123,5 @@ def _bridge(source: int, target: int, kind: str, size: int, gradient: bool, text
         "size_bytes": size,
         "gradient": gradient,
         "text": text,
+        "seconds": None if seconds is None else float(f"{seconds:.3g}"),
     }

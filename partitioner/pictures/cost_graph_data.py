@@ -13,9 +13,9 @@ from pathlib import PurePath
 from typing import Any
 
 from cost_models.errors import PlanError
-from cost_models.units import counted, format_bytes, percent
+from cost_models.units import counted, percent
 from partitioner.cost_graphs.outline import GraphOutline
-from partitioner.cost_graphs.plan import ANEW, GraphPlan
+from partitioner.cost_graphs.plan import ANEW, GraphPlan, size_text
 from partitioner.pictures.drawing import Drawing
 from partitioner.pictures.graph_drawing import graph_drawing
 
@@ -91,11 +91,6 @@ def _cost(plan: GraphPlan, value: float) -> str:
     return f"{value:.4g} {_unit(plan)}"
 
 
-def _memory(plan: GraphPlan, value: float) -> str:
-    known = plan.outline is not None and plan.outline.bytes_per_cost is not None
-    return format_bytes(value) if known else f"{value:,.0f}" if 1e4 <= value < 1e15 else f"{value:.4g}"
-
-
 def _devices(plan: GraphPlan) -> list[str]:
     """Return the devices that have nodes; of a plan by layouts, all of them as one."""
     if plan.layouts:
@@ -124,7 +119,7 @@ def _stages(plan: GraphPlan) -> list[dict[str, Any]]:
                 "facts": [
                     ["load", _cost(plan, p.loads[first])],
                     ["of the largest", percent(p.loads[first] / p.max_load) if p.max_load else "0%"],
-                    ["memory", _memory(plan, p.memory[first])],
+                    ["memory", size_text(plan, p.memory[first])],
                 ],
             }
         )
@@ -137,7 +132,7 @@ def _summary(plan: GraphPlan) -> dict[str, Any]:
         "division": [],
         "fullest": None,
         "sentences": [
-            {"title": "Why this plan", "text": list(_why(plan))},
+            {"title": "Why this plan", "text": list(_why(plan)), "exactly": list(_exactly(plan))},
             {"title": "How sure", "text": list(_sure(plan))},
         ],
         "alternatives": [],
@@ -161,8 +156,8 @@ def _facts(plan: GraphPlan) -> Iterator[dict[str, str]]:
         "devices", f"{len(_devices(plan))} of {len(p.loads)}" if plan.placements else f"{len(p.loads)}"
     )
     fullest = max(p.memory, key=lambda device: p.memory[device])
-    limit = "no limit" if machine.memory_size is None else f"of {_memory(plan, machine.memory_size)}"
-    yield _fact("fullest device", _memory(plan, p.memory[fullest]), f"{fullest}, {limit}")
+    limit = "no limit" if machine.memory_size is None else f"of {size_text(plan, machine.memory_size)}"
+    yield _fact("fullest device", size_text(plan, p.memory[fullest]), f"{fullest}, {limit}")
     yield _fact("graph", counted(plan.graph.nodes, "node"), counted(plan.graph.edges, "edge"))
 
 
@@ -172,8 +167,13 @@ def _fact(label: str, value: str, note: str = "") -> dict[str, str]:
 
 def _why(plan: GraphPlan) -> Iterator[str]:
     c = plan.certificate
-    yield f"It is the best found for {plan.objective} over {c.space}."
-    yield f"Found by {c.method} in {c.search_seconds:.1f} s ({c.solver_status})."
+    yield f"It is the best found for {plan.objective}, in {c.search_seconds:.1f} s."
+
+
+def _exactly(plan: GraphPlan) -> Iterator[str]:
+    c = plan.certificate
+    yield f"Searched: {c.space}."
+    yield f"Method: {c.method} ({c.solver_status})."
 
 
 def _sure(plan: GraphPlan) -> Iterator[str]:

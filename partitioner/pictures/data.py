@@ -22,7 +22,7 @@ from partitioner.record.data import PlanData
 from partitioner.record.modules import common_parent, shorten
 from partitioner.record.rebuild import proved_programs, simulate_plan
 from partitioner.report.diff import diff_plans
-from partitioner.report.sharding import devices_text, mesh_text
+from partitioner.report.sharding import collective_name, devices_text, mesh_text
 from runtime.collector import collector_paused
 from runtime.simulate.simulate import Simulation
 
@@ -134,7 +134,7 @@ def _inside(plan: PlanData, index: int) -> list[dict[str, Any]]:
     for item in () if sharding is None else sharding.collectives:
         alike = {
             "stage": index,
-            "kind": item.kind.replace("_", "-"),
+            "kind": collective_name(item.kind),
             "axis": item.axis,
             "backward": item.backward,
             "size_bytes": item.size_bytes,

@@ -8,6 +8,9 @@ from itertools import count
 from partitioner.pictures.drawing import Drawing, Edge, Node
 from partitioner.pictures.looks import PALETTE, tint
 
+LEGEND_ROWS = 10
+"""The most entries of the legend in a column."""
+
 
 def to_dot(drawing: Drawing) -> str:
     """Write DOT. Colours are of stages, and each box says its stage too."""
@@ -54,7 +57,7 @@ def _look(node: Node) -> str:
 
 def _arrow(edge: Edge, faint: bool) -> str:
     """Draw an arrow. ``faint``: from what every stage computes for itself, which much reads."""
-    parts = [f"label={_quote(chr(10).join(edge.lines))}"] if edge.bridges else []
+    parts = [f"label={_quote(chr(10).join(f' {line} ' for line in edge.lines))}"] if edge.bridges else []
     if edge.bridges:
         parts += ["penwidth=2.5", 'color="#b04a00"', 'fontcolor="#8a3a00"']
     elif faint:
@@ -74,6 +77,8 @@ def _legend(drawing: Drawing) -> Iterator[str]:
     for number, (stage, text) in enumerate(drawing.legend):
         look = _look(Node("", "stage", (), (stage,) if stage >= 0 else ()))
         yield f"    legend_{number} [label={_quote(text)}{look}];"
+        if number % LEGEND_ROWS:  # below the one before
+            yield f"    legend_{number - 1} -> legend_{number} [style=invis];"
     yield "  }"
 
 

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from os import PathLike
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 from cost_models.errors import UsageError
 from cost_models.units import format_bytes, format_seconds
@@ -35,6 +36,8 @@ MOST_COLUMNS = 400
 """The most moments of a memory chart: two pixels each."""
 LEAST_WIDTH = 0.2
 """Pixels below which a span is not drawn: nothing would be seen of it."""
+PNG_SCALE, LONGEST_PNG = 2.0, 32_000
+"""Pixels of a PNG per pixel of the SVG, for print; and the most on a side: cairo has none of more than 32,767."""
 SMALL_PART = 0.25
 """The part of its device below which memory is drawn to its own scale, and the capacity is said in words."""
 KINDS = {
@@ -234,7 +237,7 @@ def figure(plan: PlanData, kind: str, path: str | PathLike[str] | None = None) -
 
 def _write_png(text: str, path: Path) -> None:
     try:
-        from cairosvg import svg2png  # type: ignore[import-not-found, unused-ignore]  # an extra
+        from cairosvg import svg2png  # type: ignore[import-not-found, import-untyped, unused-ignore]  # an extra
     except (
         ImportError,
         OSError,
@@ -242,9 +245,11 @@ def _write_png(text: str, path: Path) -> None:
         raise UsageError(
             f"cannot write {path}",
             ["PNG needs the package cairosvg, which is not installed or finds no cairo library"],
-            ["pip install cairosvg", "or write .svg, which needs nothing"],
+            ["pip install 'partitioner[png]'", "or write .svg, which needs nothing"],
         ) from error
+    longest = max(float(ElementTree.fromstring(text).attrib[side]) for side in ("width", "height"))
     try:
-        svg2png(bytestring=text.encode(), write_to=str(path), scale=2)
+        data = svg2png(bytestring=text.encode(), scale=min(PNG_SCALE, LONGEST_PNG / longest))
+        path.write_bytes(data)
     except OSError as error:
         raise UsageError(f"cannot write {path}", [str(error.strerror or error)]) from error

@@ -12,7 +12,7 @@ from typing import Any
 
 from cost_models.units import format_bytes
 from partitioner.pictures.boxes import MOST_BOXES, Box, choose_boxes, ops_of
-from partitioner.pictures.drawing import Bridge, Drawing, Edge, Node, Way, short_text, together
+from partitioner.pictures.drawing import WIDEST, Bridge, Drawing, Edge, Node, Way, short_text, together
 
 MOST_STAGES = 40
 """The most stages of a legend."""
@@ -148,8 +148,11 @@ class _Drawer:
             yield from self._parameters(box)
 
     def _kind(self, op: int) -> str:
-        """Name an op's kind without the types of its operands: add.Tensor -> add."""
-        return str(self.graph["kinds"][self.graph["ops"][op][1]]["op"]).partition(".")[0]
+        """Name an op's kind without the types of its operands, add.Tensor -> add; of a cost graph the front of it."""
+        kind = str(self.graph["kinds"][self.graph["ops"][op][1]]["op"])
+        if "cost_unit" not in self.graph:
+            return kind.partition(".")[0]
+        return kind if len(kind) <= WIDEST else f"{kind[: WIDEST - 1]}…"
 
     def _content(self, box: Box) -> str:
         """Name the kinds of a closed box's ops: those with the most arithmetic first, then the most frequent."""
@@ -161,8 +164,12 @@ class _Drawer:
         names = sorted(counts, key=lambda kind: (-flops[kind], -counts[kind]))
         if len(box.shown) == 1:
             return names[0]
-        words = ", ".join(names[:MOST_NAMED]) + (" …" if len(names) > MOST_NAMED else "")
-        return words if box.kind == "ops" else f"{len(box.shown):,} ops: {words}"
+        lead = "" if box.kind == "ops" else f"{len(box.shown):,} ops: "
+        shown = names[:1]
+        for name in names[1:MOST_NAMED]:  # as many as fit: a name cut in the middle says little
+            if len(f"{lead}{', '.join([*shown, name])} …") <= WIDEST:
+                shown.append(name)
+        return f"{lead}{', '.join(shown)}{' …' if len(shown) < len(names) else ''}"
 
     def _parameters(self, box: Box) -> Iterator[str]:
         numbers = dict.fromkeys(number for op in box.ops for number in self.graph["ops"][op][5])

@@ -245,16 +245,15 @@ def _arrow(points: Sequence[Point], faint: bool, head: bool) -> str:
 
 
 def _legend(entries: Sequence[tuple[int, str]], most: float) -> tuple[list[str], float, float]:
-    """Draw the stages side by side, in as many lines as they need. Returns them with their width and height."""
-    found, x, y, widest = [], 0.0, 0.0, 0.0
-    for stage, text in entries:
-        width = text_pixels(text, SIZE) + 32
-        if x and x + width > most:
-            x, y = 0.0, y + 20
+    """Draw the stages in columns, as many as have room. Returns them with their width and height."""
+    found = []
+    width = max(text_pixels(text, SIZE) for _, text in entries) + 32
+    in_a_row = max(1, min(len(entries), int(most / width)))
+    rows = -(-len(entries) // in_a_row)
+    for number, (stage, text) in enumerate(entries):
+        x, y = width * (number // rows), 20.0 * (number % rows)
         if stage >= 0:
             colour = PALETTE[stage % len(PALETTE)]
             found.append(filled(x, y, 15, 13, tint(stage), stage_hatch(stage), rx=2, stroke=colour))
         found.append(words(x + 20, y + 11, text, size=SIZE, anchor="start"))
-        x += width
-        widest = max(widest, x)
-    return found, widest, y + 14
+    return found, width * -(-len(entries) // rows), 20.0 * rows - 6

@@ -114,6 +114,9 @@ def critical_path(lanes: Lanes) -> tuple[list[tuple[int, int]], dict[tuple[int, 
         for index, span in enumerate(lane.spans):
             before = lane.spans[index - 1].end_seconds if index else 0.0
             if span.start_seconds - before > lanes.step_seconds * ROUNDING:
+                if span.letter == "R":
+                    waits[number, index] = _sum_text(lanes, span, (number, index))
+                    continue
                 transfer = _last_before(arrivals[number], span.start_seconds, lanes.step_seconds)
                 if transfer is not None and transfer.end_seconds > before:
                     waits[number, index] = _wait_text(lanes, transfer)
@@ -144,6 +147,13 @@ def _wait_text(lanes: Lanes, transfer: Transfer) -> str:
     what = f"the gradient of {message.value}" if message.gradient else message.value
     source = lanes.lanes[lanes.lane_of[message.source]].label
     return f"waits for {what} of micro-batch {message.microbatch} from {source}"
+
+
+def _sum_text(lanes: Lanes, span: Span, own: tuple[int, int]) -> str:
+    lane, _ = _last_to_come(lanes, span, own)
+    if lane == own[0]:
+        return "waits until its part of the network, or the gradients that it sums, are ready"
+    return f"waits for {lanes.lanes[lane].label}, the last that comes to this sum of gradients"
 
 
 def _path(lanes: Lanes, arrivals: Sequence[Sequence[Transfer]]) -> list[tuple[int, int]]:

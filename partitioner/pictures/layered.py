@@ -23,6 +23,9 @@ GAP_ACROSS, GAP_DOWN = 22.0, 34.0
 """Pixels between boxes of a row, and between rows: an arrow's head is seen."""
 POINT_WIDTH = 8.0
 """Pixels that a passing arrow takes in a row."""
+SHORT, LONG, PASSING = 50.0, 1.0, 8.0
+"""The weights with which links are straightened: to the next row, at the end of a long arrow, within one.
+Were all alike, a chain of boxes with arrows to far below would become a staircase. Chosen by looking at pictures."""
 SWEEPS = 8
 """Rounds of ordering, and of placing; more change nothing that is seen."""
 LONGEST = 100
@@ -137,15 +140,22 @@ def _places(
         middle = (offsets[0] + offsets[-1]) / 2 if offsets else 0.0
         xs |= {box: offset - middle for box, offset in zip(row, offsets, strict=True)}
     above, below = _neighbours(links)
+
+    def weight(a: int, b: int) -> float:
+        points = (nodes[a][1] == 0.0) + (nodes[b][1] == 0.0)
+        return (SHORT, LONG, PASSING)[points]
+
     for sweep in range(SWEEPS):
         near = above if sweep % 2 == 0 else below
         for row in rows if sweep % 2 == 0 else reversed(rows):
+            weights = [sum(weight(box, other) for other in near.get(box, ())) or LONG for box in row]
             wanted = [
-                sum(xs[other] for other in near[box]) / len(near[box]) if box in near else xs[box]
-                for box in row
+                sum(weight(box, other) * xs[other] for other in near[box]) / heavy if box in near else xs[box]
+                for box, heavy in zip(row, weights, strict=True)
             ]
             offsets = _offsets(row, nodes)
-            free = _ascending([want - offset for want, offset in zip(wanted, offsets, strict=True)])
+            apart = [want - offset for want, offset in zip(wanted, offsets, strict=True)]
+            free = _ascending(apart, weights)
             xs |= {box: base + offset for box, base, offset in zip(row, free, offsets, strict=True)}
     return xs
 
@@ -160,16 +170,19 @@ def _offsets(row: Sequence[int], nodes: Sequence[Point]) -> list[float]:
     return found
 
 
-def _ascending(wanted: Sequence[float]) -> list[float]:
-    """Return the ascending numbers that are nearest to ``wanted`` by least squares."""
-    pools: list[tuple[float, int]] = []
-    for want in wanted:
-        total, count = want, 1
-        while pools and pools[-1][0] / pools[-1][1] > total / count:
-            more, members = pools.pop()
-            total, count = total + more, count + members
-        pools.append((total, count))
-    return [total / count for total, count in pools for _ in range(count)]
+def _ascending(wanted: Sequence[float], weights: Sequence[float]) -> list[float]:
+    """Return the ascending numbers that are nearest to ``wanted`` by weighted least squares."""
+    pools: list[
+        tuple[float, float, int]
+    ] = []  # the mean, the weight and the number of neighbours that must be equal
+    for want, weight in zip(wanted, weights, strict=True):
+        mean, heavy, count = want, weight, 1
+        while pools and pools[-1][0] > mean:
+            other, more, members = pools.pop()
+            mean = (mean * heavy + other * more) / (heavy + more)
+            heavy, count = heavy + more, count + members
+        pools.append((mean, heavy, count))
+    return [mean for mean, _, count in pools for _ in range(count)]
 
 
 def _tops(rows: Sequence[Sequence[int]], nodes: Sequence[Point]) -> tuple[list[tuple[float, float]], float]:

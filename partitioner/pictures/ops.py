@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
+from partitioner.explain import known
 from partitioner.pictures.bridges import bridges_data
 from partitioner.pictures.layout_words import choice_words, layout_words
 from partitioner.pictures.tree import module_tree
@@ -30,7 +31,9 @@ def op_graph_data(plan: PlanData | None, outline: ModelOutline | None = None) ->
     texts: dict[str, int] = {}
     words = cache(choice_words)
     layout_of = {
-        op: texts.setdefault(words(choices, axes), len(texts)) for op, (choices, axes) in ways.items()
+        op: texts.setdefault(words(choices, axes), len(texts))
+        for op, (choices, axes) in ways.items()
+        if op in stage_of  # what every stage computes for itself has as many layouts as stages
     }
     whole_of = {
         block_name(split.op, number): index
@@ -68,6 +71,27 @@ def op_graph_data(plan: PlanData | None, outline: ModelOutline | None = None) ->
         "layouts": list(texts),
         "tree": module_tree(outline, stage_of, layout_of),
         "bridges": [] if plan is None else bridges_data(plan, outline),
+        "explained": None if plan is None else _explained(plan, outline),
+    }
+
+
+def _explained(plan: PlanData, outline: ModelOutline) -> dict[str, Any]:
+    """Return what ``partitioner explain`` says of ops and modules, as far as the plan alone tells it.
+
+    ``try`` names an op NAME, which the page replaces.
+    """
+    number = {name: op for op, name in enumerate(outline.names)}
+    stages = range(len(plan.stages))
+    return {
+        "runs_in": [known.runs_in(plan, stage) for stage in stages],
+        "slowest": known.slowest(plan),
+        "why": known.why(plan),
+        "everywhere": known.COMPUTED_EVERYWHERE,
+        "sent": {
+            str(number[value.name]): known.sent([value]) for value in plan.values if value.name in number
+        },
+        "try": [known.other_stage(plan, "NAME", stage) for stage in stages],
+        "with_model": known.with_model(plan),
     }
 
 

@@ -73,7 +73,8 @@ def stage_drawing(plan: PlanData, *, whole: bool = False) -> Drawing:
             lines=(
                 f"stage {index}",
                 short_text(shorten(stage.modules, 60), 60),
-                f"{format_seconds(stage.forward_seconds)} + {format_seconds(stage.backward_seconds)}",
+                f"forward {format_seconds(stage.forward_seconds)}, "
+                f"backward {format_seconds(stage.backward_seconds)}",
                 f"parameters {format_bytes(stage.parameter_bytes)}",
             ),
             stages=(index,),
@@ -86,7 +87,9 @@ def stage_drawing(plan: PlanData, *, whole: bool = False) -> Drawing:
     for value in plan.values:
         for consumer in value.consumers:
             apart = plan.stages[value.producer].devices != plan.stages[consumer].devices
-            sent[value.producer, consumer].append(Bridge("send/recv" if apart else "kept", value.size_bytes))
+            sent[value.producer, consumer].append(
+                Bridge("send/recv" if apart else "on the same device", value.size_bytes)
+            )
     edges = [
         Edge(f"stage{source}", f"stage{target}", len(own), together(own))
         for (source, target), own in sorted(sent.items())

@@ -12,7 +12,7 @@ from partitioner.record.data import PlanData
 from partitioner.report.sharding import named_devices
 from partitioner.report.table import PROVED, microbatch_text, shape_text, strategy_text
 from partitioner.report.text import rate_text
-from passes.search.words import STRATEGY_WORDS
+from passes.search.words import BY_HAND, STRATEGY_WORDS
 
 
 def summary_data(plan: PlanData, lanes: Lanes) -> dict[str, Any]:
@@ -22,7 +22,7 @@ def summary_data(plan: PlanData, lanes: Lanes) -> dict[str, Any]:
         "division": division(plan, lanes),
         "fullest": _fullest(plan),
         "sentences": [
-            {"title": "Why this plan", "text": list(_why(plan))},
+            {"title": "Why this plan", "text": list(_why(plan)), "exactly": list(_exactly(plan))},
             {"title": "How sure", "text": list(_sure(plan))},
             {"title": "What was proved", "text": list(_proof(plan))},
         ],
@@ -127,7 +127,12 @@ def _fullest(plan: PlanData) -> dict[str, Any]:
 def _why(plan: PlanData) -> Iterator[str]:
     words = STRATEGY_WORDS.get(plan.strategy)
     kind = plan.strategy if words is None else words.adverb
-    yield f"It is the fastest {kind} plan found that fits the devices' memory: {plan.certificate.space}."
+    if plan.certificate.solver_status == BY_HAND:
+        yield "Its groups of devices were fixed by hand; the search filled in what was left open."
+    else:
+        yield f"It is the fastest {kind} plan found that fits the devices' memory."
+        if words is not None:
+            yield f"The search looked at {words.chosen_among}."
     fitting = [other for other in plan.alternatives if other.feasible and other.step_seconds]
     if fitting:
         nearest = min(fitting, key=lambda other: other.step_seconds or 0.0)
@@ -137,6 +142,14 @@ def _why(plan: PlanData) -> Iterator[str]:
     for other in plan.alternatives:
         if not other.feasible and other.strategy in ("one device",):
             yield f"One device alone {other.reason}."
+
+
+def _exactly(plan: PlanData) -> Iterator[str]:
+    """Say what the search covered and how, in the words of the certificate."""
+    certificate = plan.certificate
+    yield f"Searched: {certificate.space}."
+    yield f"Method: {certificate.method}. It took {format_seconds(certificate.search_seconds)}."
+    yield f"Counted as the step: {certificate.objective}, {format_seconds(certificate.objective_seconds)}."
 
 
 def _sure(plan: PlanData) -> Iterator[str]:

@@ -3,8 +3,8 @@
     layers.0 … layers.79, all alike and on stage 0         ->   one node "layers.0-79 ×80" with 80 members
     layers.0-39 on stage 0, layers.40-79 on stage 1        ->   two folds of 40
 
-Nodes are as the page reads them. Neighbours are alike if their modules are called alike inside, and their ops do the same
-to tensors of the same shapes, run on the same stages and in the same layouts.
+Nodes are as the page reads them. Neighbours are alike if their modules are of one class and called alike
+inside, and their ops do the same to tensors of the same shapes, run on the same stages and in the same layouts.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from partitioner.record.outline import ModelOutline
 class _Module:
     path: str
     label: str
+    kind: str
     children: dict[str, _Module] = field(default_factory=dict)
     ops: list[int] = field(default_factory=list)
 
@@ -32,8 +33,9 @@ def module_tree(
 
     ``layout_of``: a number of the layouts in which an op runs, for those that several devices share.
     """
-    root = _Module("", "model")
-    modules = [_placed(root, path) for path in outline.modules]
+    classes = outline.class_names()
+    root = _Module("", "model", classes.get("", ""))
+    modules = [_placed(root, path, classes) for path in outline.modules]
     for op, module in enumerate(outline.module_of):
         modules[module].ops.append(op)
     # What ops cost is left out: a model's first block, which owes no gradient to what is before it, is alike all the same.
@@ -47,10 +49,11 @@ def module_tree(
     return tree
 
 
-def _placed(root: _Module, path: str) -> _Module:
+def _placed(root: _Module, path: str, classes: Mapping[str, str]) -> _Module:
     at = root
     for label in path.split(".") if path else ():
-        at = at.children.setdefault(label, _Module(f"{at.path}.{label}".lstrip("."), label))
+        inner = f"{at.path}.{label}".lstrip(".")
+        at = at.children.setdefault(label, _Module(inner, label, classes.get(inner, "")))
     return at
 
 
@@ -64,12 +67,13 @@ def _drawn(
         (None if node["label"].isdigit() else node["label"], number)
         for node, number in (drawn[i] for i in order)
     )
-    content = inside, tuple(traits[op] for op in module.ops)
+    content = module.kind, inside, tuple(traits[op] for op in module.ops)
     children = [drawn[i] for i in order]
     firsts = [*(node["first"] for node, _ in children), *module.ops[:1]]
     node = {
         "name": module.path,
         "label": module.label,
+        "class": module.kind,
         "children": _folded(module.path, children),
         "ops": module.ops,
         "first": min(firsts, default=0),

@@ -1,12 +1,13 @@
 """The same plan under other conditions: its step simulated again with other links, other batches, beside copies of itself.
 
-The plan is kept as it is, so these are upper bounds: a plan made for the other conditions may be faster. Memory needs no
-simulation: a device has room for the plan or not.
+The plan is kept as it is, so these are upper bounds: a plan made for the other conditions may be faster. Memory and
+copies need no simulation: a device has room for the plan or not, and copies sum their gradients by a closed form.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from cost_models.cluster import ClusterSpec
@@ -44,18 +45,32 @@ def what_if_data(plan: PlanData, groups: GroupPrograms) -> dict[str, Any]:
 
 def _point(plan: PlanData, factor: float, step: Simulation | None, text: str) -> dict[str, Any]:
     seconds = plan.prediction.step_seconds if step is None else step.step_seconds
-    fits = step is None or _fits(plan, step)
     return {
         "x": factor,
         "step_seconds": seconds,
-        "fits": fits,
+        "fits": _fits(plan, _own_peaks(plan) if step is None else step.peak_bytes),
         "text": f"{format_seconds(seconds)} a step{text}",
     }
 
 
-def _fits(plan: PlanData, step: Simulation) -> bool:
-    pairs = zip(step.peak_bytes, plan.cluster.devices, strict=True)
+def _fits(plan: PlanData, peaks: Sequence[float]) -> bool:
+    pairs = zip(peaks, plan.cluster.devices, strict=True)
     return all(peak <= device.memory_bytes for peak, device in pairs)
+
+
+def _own_peaks(plan: PlanData) -> list[int]:
+    """Return the peak of every device of the cluster as the plan predicts it."""
+    return [plan.prediction.peak_memory_bytes[str(rank)] for rank in range(plan.cluster.world_size)]
+
+
+def _curve(title: str, points: Sequence[dict[str, Any]], note: str) -> dict[str, Any]:
+    """Return a curve as the page draws it. ``note``: how its numbers were found."""
+    return {
+        "title": title,
+        "unit": "×",
+        "points": sorted(points, key=lambda point: float(point["x"])),
+        "note": note,
+    }
 
 
 # --------------------------------------------------------------------------------------------------
@@ -75,7 +90,7 @@ def _links(plan: PlanData, groups: GroupPrograms) -> Iterator[dict[str, Any]]:
         other = _on(plan, cluster)
         points.append(_point(plan, factor, simulate_plan(other, at_costs_of(other, groups)), ""))
     title = "Bandwidth between nodes" if several else "Bandwidth between devices"
-    yield {"title": title, "unit": "×", "points": sorted(points, key=lambda point: point["x"])}
+    yield _curve(title, points, "The step simulated again with these links faster or slower; latencies stay.")
 
 
 def _with_links(cluster: ClusterSpec, factor: float) -> ClusterSpec | None:
@@ -170,29 +185,55 @@ def _batches(plan: PlanData) -> Iterator[dict[str, Any]]:
         microbatches, batch = plan.microbatches * factor, plan.batch_size * factor
         if microbatches != int(microbatches) or batch != int(batch) or int(microbatches) < 1:
             continue
-        other = plan.model_copy(update={"microbatches": int(microbatches), "batch_size": int(batch)})
+        other = plan.model_copy(
+            update={"microbatches": int(microbatches), "batch_size": int(batch), **_state_with(plan, factor)}
+        )
         step = simulate_plan(other, group_programs(other))
         text = f" of {counted(int(batch), 'sample')}, {batch / step.step_seconds:,.4g} samples/s"
         points.append(_point(plan, factor, step, text))
     if len(points) > 1:
-        ordered = sorted(points, key=lambda point: point["x"])
-        yield {"title": "Batch, in micro-batches of the same size", "unit": "×", "points": ordered}
+        note = "The step simulated again with more or fewer micro-batches."
+        if "batch" not in plan.state_parts:
+            note += " This plan does not say what its samples take, so devices hold those of the plan's own batch."
+        yield _curve("Batch, in micro-batches of the same size", points, note)
+
+
+def _state_with(plan: PlanData, factor: float) -> dict[str, dict[str, int]]:
+    """Return what devices hold from first to last under a larger or smaller batch: of it, only the samples change."""
+    batch = plan.state_parts.get("batch", {})
+    state = dict(plan.state_bytes)
+    for rank, size in batch.items():
+        state[rank] += math.ceil(size * factor) - size
+    return {"state_bytes": state}
 
 
 def _copies(plan: PlanData) -> Iterator[dict[str, Any]]:
-    """Yield the curve over devices: copies of the plan side by side, each with its batch, gradients summed over a ring."""
+    """Yield the curve over devices: copies of the plan side by side, each with its batch, gradients summed over a ring.
+
+    One ring and one link stand for all: the device with the most gradients, and the way from the cluster's first device to
+    its last.
+    """
     gradients = plan.state_parts.get("gradients")
     if gradients is None or plan.world_size < 2:
         return
-    hop = slowest_hop([[0, plan.cluster.world_size - 1]], plan.cluster)
+    last = plan.cluster.world_size - 1
+    hop = slowest_hop([[0, last]], plan.cluster)
+    fits = _fits(plan, _own_peaks(plan))
     step, size = plan.prediction.step_seconds, max(gradients.values(), default=0)
     points = []
     for copies in (1, *COPIES):
         seconds = step + (ring_all_reduce_seconds(size, copies, hop) if copies > 1 else 0.0)
         rate = copies * plan.batch_size / seconds
         text = f"{counted(copies * plan.world_size, 'device')}: {format_seconds(seconds)} a step, {rate:,.4g} samples/s"
-        points.append({"x": copies, "step_seconds": seconds, "fits": True, "text": text})
-    yield {"title": "Devices: copies of this plan, each with its own batch", "unit": "×", "points": points}
+        points.append({"x": copies, "step_seconds": seconds, "fits": fits, "text": text})
+    yield _curve(
+        "Devices: copies of this plan, each with its own batch",
+        points,
+        "An estimate, not a simulation: after the plan's own step, each device sums all its gradients with its copies, in "
+        f"a ring of links like the slowest from device 0 to device {last} of this cluster, and nothing hides it. "
+        "A device of a copy holds as much as now, so copies neither need nor save memory; ZeRO, which would share the "
+        "optimizer's state among them, is not counted.",
+    )
 
 
 def _memory(plan: PlanData) -> dict[str, Any]:
@@ -212,7 +253,9 @@ def _memory(plan: PlanData) -> dict[str, Any]:
         }
         for factor in sorted((1.0, *MEMORY))
     ]
-    return {"title": "Memory of the devices", "unit": "×", "points": points}
+    return _curve(
+        "Memory of the devices", points, "The plan as it is: with less memory it fits or not, no faster."
+    )
 
 
 def _flips(plan: PlanData) -> Iterator[str]:

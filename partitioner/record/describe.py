@@ -348,9 +348,10 @@ def _why_not(tried: MeshTried, own_seconds: float) -> str:
     slower = max(0.0, _at_least(tried) / own_seconds - 1)
     if tried.status == "time limit":
         return "not searched to the end"
-    return (
-        f"{'' if math.isfinite(tried.seconds) else 'at least '}{percent(slower)} slower by the search's count"
-    )
+    if slower == 0:
+        return "no faster by the search's count"
+    least = "" if math.isfinite(tried.seconds) else "at least "
+    return f"{least}{percent(slower)} slower by the search's count"
 
 
 def _baseline(baseline: Baseline, where: str) -> Alternative:

@@ -61,8 +61,18 @@ def describe_outline(
         tensors = operands(node)  # in the order of the needs of a sharded op; sizes behind them
         others = [source for source in node.all_input_nodes if source not in tensors]
         reads.append([number[source.name] for source in (*tensors, *others)])
+    for path in [*modules]:
+        for end, letter in enumerate(path):
+            if letter == ".":
+                _number(modules, path[:end])
+    _number(modules, "")
+    classes: dict[str, int] = {}
+    kinds_of_modules = [graph.module_classes.get(path) for path in modules]
+    class_of = [-1 if kind is None else _number(classes, kind) for kind in kinds_of_modules]
     return ModelOutline(
         modules=tuple(modules),
+        classes=tuple(classes),
+        class_of=tuple(class_of),
         sources=tuple(sources),
         kinds=tuple(
             OpKind(op=op, shape=shape, dtype=dtype, forward_flops=forward, backward_flops=backward,

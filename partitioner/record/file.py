@@ -32,6 +32,10 @@ LARGEST = 1 << 63
 MOST_PROBLEMS = 20
 
 ANEW = "make the plan anew with `partitioner plan … -o plan.json`"
+_OTHER_KINDS = {"graph": "a plan of a cost graph, not of a model"}
+"""Other kinds of plan files by their field ``kind``, which plans of models do not have."""
+_NO_MODEL = "it says which node goes where, and holds no model, no cluster and no programs"
+_SHOW_INSTEAD = "`partitioner show`, `partitioner graph` and `partitioner report` take it"
 GIVE_PLAN = "give the file that `partitioner plan … -o plan.json` wrote"
 
 
@@ -68,6 +72,9 @@ class PlanFile(ShownInNotebooks, Record):
         try:
             return cls.model_validate_json(text)
         except ValidationError as error:
+            kind = data.get("kind")
+            if isinstance(kind, str) and kind in _OTHER_KINDS and "kind" not in cls.model_fields:
+                raise PlanError(f"{source} is {_OTHER_KINDS[kind]}", [_NO_MODEL], [_SHOW_INSTEAD]) from error
             raise PlanError(
                 f"{source} is not a valid {cls._called}", validation_problems(error), [cls._anew]
             ) from error

@@ -67,7 +67,11 @@ class OutlineInput(Record):
 class ModelOutline(Record):
     """The model's modules and ops in the order of its code."""
 
-    modules: tuple[str, ...] = Field(description='paths; "" is the model itself')
+    modules: tuple[str, ...] = Field(
+        description='paths; behind those that have ops the modules around them; "" is the model itself'
+    )
+    classes: tuple[str, ...] = Field(default=(), description="names; earlier plans have none")
+    class_of: Numbers = Field(default=(), description="per module, into classes; -1: not known")
     sources: tuple[str, ...] = Field(description="file:line of the model's code")
     kinds: tuple[OpKind, ...]
     inputs: tuple[OutlineInput, ...]
@@ -80,6 +84,11 @@ class ModelOutline(Record):
         description="what each op reads, one op after the other, its tensors in the order of its arguments: n is op n, "
         "-1 - n is inputs[n]"
     )
+
+    def class_names(self) -> dict[str, str]:
+        """Return the name of each module's class, as far as it is known, by path."""
+        numbered = zip(self.modules, self.class_of, strict=False)  # earlier plans have none
+        return {path: self.classes[number] for path, number in numbered if number >= 0}
 
     def reads_of(self) -> list[tuple[int, ...]]:
         """Return what each op reads: n is op n, -1 - n is ``inputs[n]``."""
@@ -103,6 +112,10 @@ def contradictions(outline: ModelOutline, planned: Sequence[str]) -> Iterator[st
             yield f"outline.{name}: {len(numbers)} numbers for {count} ops"
         if any(not 0 <= number < len(getattr(outline, limit)) for number in numbers):
             yield f"outline.{name}: a number is none of outline.{limit}"
+    if outline.class_of and len(outline.class_of) != len(outline.modules):
+        yield f"outline.class_of: {len(outline.class_of)} numbers for {len(outline.modules)} modules"
+    if any(not -1 <= number < len(outline.classes) for number in outline.class_of):
+        yield "outline.class_of: a number is none of outline.classes"
     if len(set(outline.names)) != count:
         yield "outline.names: an op is there twice"
     if any(module.count(".") > MOST_LEVELS for module in outline.modules):

@@ -33,14 +33,26 @@ SHORTER = {"scaled_dot_product_attention": "attention", "cross_entropy_loss": "c
 
 
 def sharding_sections(plan: PlanData) -> list[str]:
-    """Describe every sharded stage: its layouts, and what its devices send. Named where the plan has several stages."""
-    return [
-        section
-        for index, stage in enumerate(plan.stages)
-        if stage.sharding is not None and len(stage.devices) > 1
-        for section in (_mesh(plan, index, stage.sharding), _layouts(stage.sharding), _sent(plan, stage))
-        if section
-    ]
+    """Describe every sharded stage: its layouts, and what its devices send. Named where the plan has several stages.
+
+    A stage like one before it is not described again.
+    """
+    sections: list[str] = []
+    first: dict[tuple[str, ...], int] = {}
+    for index, stage in enumerate(plan.stages):
+        if stage.sharding is None or len(stage.devices) == 1:
+            continue
+        about, tables = _about(plan, stage, stage.sharding), (_layouts(stage.sharding), _sent(plan, stage))
+        where = _where_all(plan, stage, stage.sharding)
+        like = first.setdefault((mesh_text(stage.sharding), *where, *about, *tables), index)
+        if like < index:
+            text = f"{devices_text(stage.devices)}: mesh, layouts and what is sent as in stage {like}"
+            sections.append(labelled(f"stage {index}", text))
+            continue
+        own = [labelled(f"stage {index}", devices_text(stage.devices))] if len(plan.stages) > 1 else []
+        own.append(labelled("mesh", "; ".join((_rows(stage, stage.sharding), *where))))
+        sections += ["\n".join([*own, *about]), *filter(None, tables)]
+    return sections
 
 
 def mesh_text(sharding: StageSharding) -> str:
@@ -72,18 +84,18 @@ def named_devices(plan: PlanData, ranks: tuple[int, ...]) -> str:
 # The mesh, and what is true of the whole stage
 
 
-def _mesh(plan: PlanData, index: int, sharding: StageSharding) -> str:
-    stage = plan.stages[index]
-    mesh = sharding.mesh(stage.devices)
+def _rows(stage: Stage, sharding: StageSharding) -> str:
+    """Say how the devices stand on the mesh."""
     inner = list(sharding.axes)[-1]
-    first = all_ranks_along(mesh, (inner,))[0]
-    where = [_where(plan, mesh, axis) for axis in mesh.axes]
-    if len(mesh.axes) == 1:
-        text = f"{mesh_text(sharding)} devices in a row, called {inner}"
-    else:
-        text = f"{mesh_text(sharding)}, ranks row by row: {ranks_text(first)} are the first along {inner}"
-    lines = [labelled(f"stage {index}", devices_text(stage.devices))] if len(plan.stages) > 1 else []
-    lines.append(labelled("mesh", "; ".join(filter(None, (text, *where)))))
+    if len(sharding.axes) == 1:
+        return f"{mesh_text(sharding)} devices in a row, called {inner}"
+    first = all_ranks_along(sharding.mesh(stage.devices), (inner,))[0]
+    return f"{mesh_text(sharding)}, ranks row by row: {ranks_text(first)} are the first along {inner}"
+
+
+def _about(plan: PlanData, stage: Stage, sharding: StageSharding) -> list[str]:
+    """Write the lines on the whole stage: its inputs, its state, what is computed more than once."""
+    lines: list[str] = []
     arrivals: dict[str, list[str]] = {}
     for name, text in sharding.batch.items():
         arrivals.setdefault(text, []).append(name)
@@ -98,12 +110,18 @@ def _mesh(plan: PlanData, index: int, sharding: StageSharding) -> str:
         lines.append(
             labelled("pace", f"all devices have equal parts, so the slowest of {kinds} sets the pace")
         )
-    return "\n".join(lines)
+    return lines
 
 
 def _legend(sharding: StageSharding) -> str:
     axes = " and ".join(sharding.axes) if len(sharding.axes) < 3 else ", ".join(sharding.axes)
     return f"along {axes}: R whole, S0 split along dimension 0, P part of a sum"
+
+
+def _where_all(plan: PlanData, stage: Stage, sharding: StageSharding) -> list[str]:
+    """Say of each axis of the mesh whether its ranks are of one node."""
+    mesh = sharding.mesh(stage.devices)
+    return list(filter(None, (_where(plan, mesh, axis) for axis in mesh.axes)))
 
 
 def _where(plan: PlanData, mesh: Mesh, axis: str) -> str:
@@ -325,7 +343,7 @@ def _sent(plan: PlanData, stage: Stage) -> str:
     table = [
         [
             row.when,
-            row.kind.replace("_", "-"),
+            collective_name(row.kind),
             row.axis.replace(JOINT, " and "),
             f"{row.times:,}",
             format_bytes(int(row.bytes)),
@@ -335,6 +353,11 @@ def _sent(plan: PlanData, stage: Stage) -> str:
         for row in rows
     ]
     return columns(header, table, left=("sent in a step", "kind", "along"))
+
+
+def collective_name(kind: str) -> str:
+    """Name a collective as people write it: all-gather."""
+    return kind.replace("_", "-")
 
 
 def communication_share(plan: PlanData) -> float:

@@ -338,6 +338,6 @@ def _alternative_row(other: Alternative, step_seconds: float) -> list[str]:
 
 
 def _remarks(plan: PlanData) -> str:
-    lines = [labelled("not tried", ", ".join(plan.not_considered))] if plan.not_considered else []
+    lines = [labelled("not tried", "; ".join(plan.not_considered))] if plan.not_considered else []
     lines += [labelled("note", note) for note in plan.notes]
     return "\n".join(lines)

@@ -18,7 +18,8 @@ NARROWEST, WIDEST = 40, 120
 """The least and the most characters of a line that texts are fitted into: below, tables fall apart; above, lines are hard
 to read."""
 LEAST_TEXT = 20
-"""A column of words is not made narrower than this; the table is cut in two then."""
+"""A column of words is not made narrower than this, or, where that saves the table from being cut in two, than its longest
+word; else the table is cut in two."""
 _HANGING = "  "
 """Indent of what a cell goes on with on the next line."""
 
@@ -52,6 +53,20 @@ def labelled(label: str, text: str, margin: int = 12) -> str:
     )
 
 
+def hanging(text: str, margin: int = 4) -> str:
+    """Write each line of ``text`` wrapped, what it goes on with indented by ``margin``."""
+    return "\n".join(
+        textwrap.fill(
+            line,
+            text_width(),
+            subsequent_indent=" " * margin,
+            break_long_words=False,
+            break_on_hyphens=False,
+        )
+        for line in text.split("\n")
+    )
+
+
 def rate_text(per_second: float) -> str:
     """Write a rate: 1234.5 -> "1,234", 1.2345 -> "1.23"."""
     return f"{per_second:,.0f}" if per_second >= 100 else f"{per_second:,.3g}"
@@ -77,11 +92,17 @@ def columns(
     widths = [max(len(row[c]) for row in table) for c in range(len(header))]
     if _total(widths) <= text_width():
         return _written(table, widths, words, under)
-    least_text = min(LEAST_TEXT, (text_width() - 2) // 2)  # the first column and another one fit always
+    half = (text_width() - 2) // 2  # the first column and another one fit always
     least = [
-        max(min(width, least_text) if is_words else _widest(table[1:], c), _longest_word(header[c]))
+        max(min(width, LEAST_TEXT, half) if is_words else _widest(table[1:], c), _longest_word(header[c]))
         for c, (width, is_words) in enumerate(zip(widths, words, strict=True))
     ]
+    narrow = [
+        min(size, max(_longest_word(row[c]) for row in table) + len(_HANGING)) if words[c] else size
+        for c, size in enumerate(least)
+    ]
+    if _total(least) > text_width() >= _total(narrow):
+        least = narrow
     texts: list[str] = []
     for part in _parts(least):
         fitted = _fitted([widths[c] for c in part], [least[c] for c in part])

@@ -9,6 +9,7 @@ from typing import Any
 
 from cost_models.errors import VerificationError
 from cost_models.shown import ShownInNotebooks
+from partitioner.report.text import hanging
 
 _PLURAL = {
     "loss": "losses",
@@ -85,6 +86,9 @@ class TrainReport(ShownInNotebooks):
         return str(self.differences[0]) if self.differences else None
 
     def __str__(self) -> str:
+        return hanging("\n".join(self._lines()))
+
+    def _lines(self) -> list[str]:
         counts = ", ".join(
             f"{n} {kind if n == 1 else _PLURAL.get(kind, f'{kind}s')}" for kind, n in self.compared.items()
         )
@@ -102,8 +106,7 @@ class TrainReport(ShownInNotebooks):
             lines += [f"  then: {d}" for d in self.differences[1:_MOST]]
             if len(self.differences) > _MOST:
                 lines.append(f"  and {len(self.differences) - _MOST} more")
-        lines += [f"  note: {note}" for note in self.notes]
-        return "\n".join(lines)
+        return [*lines, *(f"  note: {note}" for note in self.notes)]
 
     def to_dict(self) -> dict[str, Any]:
         """Return the report as plain JSON data."""
@@ -113,5 +116,5 @@ class TrainReport(ShownInNotebooks):
         """Raise VerificationError unless everything agreed."""
         if not self.passed:
             raise VerificationError(
-                "training with the plan is other than plain training", because=str(self).splitlines()
+                "training with the plan is other than plain training", because=self._lines()
             )

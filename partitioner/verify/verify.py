@@ -28,6 +28,7 @@ from partitioner.models.as_graph import ModelOrTrace, as_graph
 from partitioner.models.workload import Workload, workload_of
 from partitioner.record.data import PlanData
 from partitioner.record.rebuild import plan_code, plan_programs, plan_segments, ranks_in_order
+from partitioner.report.text import hanging
 from partitioner.verify.compare import Comparison, StepResult, in_reverse, rounding_only
 from partitioner.verify.draws import RecordedDraws, cuts_of, unmatched, with_replayed
 from partitioner.verify.first_difference import first_difference
@@ -83,14 +84,17 @@ class VerifyReport(ShownInNotebooks):
     def _placed(self) -> str:
         if self.mesh:
             return f"mesh {'×'.join(map(str, self.mesh))}"
-        return f"{self.stages} stages, {self.schedule}"
+        return f"{counted(self.stages, 'stage')}, {self.schedule}"
 
     def __str__(self) -> str:
+        return hanging("\n".join(self._lines()))
+
+    def _lines(self) -> list[str]:
         counts = ", ".join(f"{n} {kind if n == 1 else _PLURAL[kind]}" for kind, n in self.compared.items())
         lines = [
             f"{'verified' if self.passed else 'DIFFERS'}: {self.model}, {self._placed}, "
-            f"{self.microbatches} micro-batches, {self.samples} samples, in float64: {counts} compared "
-            f"({self.seconds:.1f} s)"
+            f"{counted(self.microbatches, 'micro-batch')}, {counted(self.samples, 'sample')}, in float64: "
+            f"{counts} compared ({self.seconds:.1f} s)"
         ]
         if self.worst is not None:
             lines.append(
@@ -103,8 +107,7 @@ class VerifyReport(ShownInNotebooks):
         ]
         if self.first_difference:
             lines.append(f"  first op that differs: {self.first_difference}")
-        lines += [f"  note: {note}" for note in self.notes]
-        return "\n".join(lines)
+        return [*lines, *(f"  note: {note}" for note in self.notes)]
 
     def to_dict(self) -> dict[str, Any]:
         """Return the report as plain JSON data."""
@@ -113,9 +116,7 @@ class VerifyReport(ShownInNotebooks):
     def raise_if_different(self) -> None:
         """Raise VerificationError unless everything agreed."""
         if not self.passed:
-            raise VerificationError(
-                "the partitioned model computes something else", because=str(self).splitlines()
-            )
+            raise VerificationError("the partitioned model computes something else", because=self._lines())
 
 
 def verify_plan(

@@ -134,6 +134,8 @@ class OpGraph:
     checkpointing: str | None = None
     """The way in which the model asks for its activations to be recomputed, if it does: the graph keeps no trace of it."""
     frozen_modules: frozenset[str] = field(default_factory=frozenset)
+    module_classes: Mapping[str, str] = field(default_factory=dict)
+    """The name of the class of each module, by path, for pictures."""
     loss_reduction: Literal["mean", "sum", "token_mean"] = "mean"
     """The way from micro-batches' losses to the batch's: see ``passes.trace.loss.reduction``."""
     token_counts: TokenCounts | None = None

@@ -26,6 +26,8 @@ class StrategyWords:
     """Options of a plan that only some strategies know, and this one does."""
     not_considered: tuple[str, ...]
     """Techniques that the strategy does not look at; an expert should hear it from the plan itself."""
+    chosen_among: str
+    """The plans among which the search chooses, for newcomers, as a sentence goes on: the search looked at …"""
     best_of: str
     """The placements that a plan's gap is about, as a sentence goes on: the best … can have."""
     stages: Literal["devices", "one mesh", "groups", "pieces"]
@@ -39,6 +41,8 @@ STRATEGY_WORDS: Mapping[str, StrategyWords] = {
         pinned_to="stage",
         options=frozenset({"schedule", "min_stages", "max_stages", "recompute"}),
         not_considered=("data parallelism", "tensor parallelism", "ZeRO sharding"),
+        chosen_among="pipelines in which each device runs one or more stretches of the model's code, with different cuts, "
+        "schedules and numbers of micro-batches",
         best_of="any pipeline of single devices",
         stages="devices",
     ),
@@ -51,6 +55,8 @@ STRATEGY_WORDS: Mapping[str, StrategyWords] = {
             "recomputing some blocks only, or where all fit without",
             "overlap of communication with computing, but for sums of gradients",
         ),
+        chosen_among="ways in which all devices run the whole model together, each on its share of the tensors: for every "
+        "op and parameter, the ways to split it, and the grids in which devices may stand",
         best_of="any sharding",
         stages="one mesh",
     ),
@@ -64,6 +70,8 @@ STRATEGY_WORDS: Mapping[str, StrategyWords] = {
             "halves of backward apart on device groups, unless the schedule is given",
             "overlap of collectives with computing, but for sums of gradients",
         ),
+        chosen_among="pipelines of groups of devices: where the model is cut into stages, how many devices share each "
+        "stage, how they split its tensors, and the number of micro-batches",
         best_of="any plan",
         stages="groups",
     ),
@@ -76,6 +84,7 @@ STRATEGY_WORDS: Mapping[str, StrategyWords] = {
             "ZeRO sharding",
             "recomputing activations, but in the layer-wise plan",
         ),
+        chosen_among="placements of single ops: any op, or block of its neurons, on any device",
         best_of="any placement",
         stages="pieces",
     ),

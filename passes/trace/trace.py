@@ -159,6 +159,7 @@ def trace(
         notes=tuple(dict.fromkeys(notes)),
         checkpointing=checkpointing[-1] if checkpointing else None,
         frozen_modules=frozen_modules(model),
+        module_classes={path: type(module).__name__ for path, module in model.named_modules()},
         precision=subject.precision,
         loss_reduction=reduced.reduction,
         token_counts=reduced.counts,

@@ -1,8 +1,8 @@
 """A simulated step (or a measured one) as an ASCII timeline.
 
-    step 11.000 s · bubble 27.3% · one column 0.110 s
-    rank 0     F0-F1-F2-............B0----F3-B1----…   busy 73%  peak 1.2 GiB
-    ranks 1-3  ...F0-F1-......B0----F3-B1----......…   busy 73%  peak 1.2 GiB
+    step 11.0 s · bubble 27.3% · one column 110 ms
+    rank 0     F0-F1-F2-............B0----F3-B1----…   busy 73%  peak 1.20 GiB
+    ranks 1-3  ...F0-F1-......B0----F3-B1----......…   busy 73%  peak 1.20 GiB
 
 Each compute is its action (F forward, B backward, I input half, W weight half) and micro-batch, filled with ``-`` as
 long as it runs; ``.`` is idle, ``+`` a reduction of tied gradients, ``S`` the optimizer. Where a rank runs several
@@ -11,7 +11,7 @@ segments, the segment comes first (``2F0``) if there is room.
 
 from __future__ import annotations
 
-from cost_models.units import runs
+from cost_models.units import format_bytes, format_seconds, runs
 from runtime.program.program import (
     Compute,
     Instruction,
@@ -37,15 +37,15 @@ def render(simulation: Simulation, width: int = 100, most_rows: int | None = Non
     for rank, spans in enumerate(simulation.timeline):
         if spans:
             busy = f"busy {simulation.busy_seconds[rank] / step:4.0%}"
-            peak = f"  peak {_bytes(simulation.peak_bytes[rank])}" if simulation.memory else ""
+            peak = f"  peak {format_bytes(simulation.peak_bytes[rank])}" if simulation.memory else ""
             alike.setdefault((_row(spans, width / step, width), f"{busy}{peak}"), []).append(rank)
     rows = [(_ranks(ranks), row, told) for (row, told), ranks in alike.items()]
     if most_rows is not None and len(rows) > most_rows:
         half = most_rows // 2
         rows[half:-half] = [("…", f"({len(rows) - 2 * half} more rows)", "")]
     margin = max((len(ranks) for ranks, _, _ in rows), default=0)
-    heading = f"step {_seconds(step)} · bubble {simulation.bubble_fraction:.1%}"
-    lines = [f"{heading} · one column {_seconds(step / width)}"]
+    heading = f"step {format_seconds(step)} · bubble {simulation.bubble_fraction:.1%}"
+    lines = [f"{heading} · one column {format_seconds(step / width)}"]
     lines += [f"{ranks:<{margin}}  {row}  {told}".rstrip() for ranks, row, told in rows]
     return "\n".join(lines)
 
@@ -92,18 +92,3 @@ def _cell(instruction: Instruction, columns: int, several_segments: bool) -> str
     else:
         text = "S" if isinstance(instruction, OptimizerStep) else "+"
     return text.ljust(columns, "-")
-
-
-def _seconds(seconds: float) -> str:
-    for unit, factor in (("s", 1.0), ("ms", 1e3), ("µs", 1e6)):
-        if seconds * factor >= 1.0:
-            return f"{seconds * factor:.3f} {unit}"
-    return f"{seconds * 1e9:.3f} ns"
-
-
-def _bytes(size: float) -> str:
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if size < 1024:
-            return f"{size:.0f} B" if unit == "B" else f"{size:.1f} {unit}"
-        size /= 1024
-    return f"{size:.1f} TiB"

@@ -1,4 +1,4 @@
-"""One pool of local workers for all tests: importing torch costs seconds a process."""
+"""One pool of local workers for all tests, and a warm start for every other: importing torch costs seconds a process."""
 
 from __future__ import annotations
 
@@ -8,6 +8,14 @@ import pytest
 
 from runtime.ranks.launch import WorkerPool
 from tests.distributed.planted import nothing, plant
+from tests.support.warm_start import warm_start
+
+
+@pytest.fixture(scope="session", autouse=True)
+def warm() -> Iterator[None]:
+    """Workers are forked from a process that has imported everything."""
+    with warm_start():
+        yield
 
 
 @pytest.fixture(scope="session")

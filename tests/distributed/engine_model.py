@@ -9,12 +9,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from partitioner import Workload
+from partitioner.models.as_graph import as_graph
+from passes.graph.graph import OpGraph
 
 WORDS, WIDTH, LENGTH, SAMPLES, MICROBATCHES = 11, 8, 5, 8, 4
 PINS = {"embed": 0, "middle": 1, "norm": 2, "head": 2}
@@ -59,6 +62,12 @@ def batch(samples: int = SAMPLES, seed: int = 0) -> dict[str, Tensor]:
 
 def workload() -> Workload:
     return Workload(model(), batch(), loss_fn, "net")
+
+
+@cache
+def graph() -> OpGraph:
+    """Traced once in every process, for tests of what comes after tracing."""
+    return as_graph(workload())
 
 
 def groups_by_name(named: Sequence[tuple[str, nn.Parameter]]) -> torch.optim.AdamW:

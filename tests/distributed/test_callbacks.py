@@ -57,7 +57,9 @@ def course(plan_json: str, folder: str) -> tuple[list[Any], list[Any], str]:
     """In a worker: steps whole and in parts, an evaluation, a save; then a run that resumes and is stopped."""
     plan, first, second = Plan.from_json(plan_json), Diary(), Diary()
     log = CsvLogger(f"{folder}/run.csv")
-    with plan.deploy(net.workload(), callbacks=[first, log], timeout_seconds=20.0) as engine:
+    with plan.deploy(
+        net.workload(), graph=net.graph(), callbacks=[first, log], timeout_seconds=20.0
+    ) as engine:
         loss = engine.train_step(net.batch(), max_grad_norm=1.0)
         engine.zero_grad()
         engine.forward_backward(net.batch(5, seed=1))
@@ -72,7 +74,7 @@ def course(plan_json: str, folder: str) -> tuple[list[Any], list[Any], str]:
         engine.callbacks.remove(first)
     raised = ""
     try:
-        with plan.deploy(net.workload(), timeout_seconds=20.0) as engine:
+        with plan.deploy(net.workload(), graph=net.graph(), timeout_seconds=20.0) as engine:
             engine.callbacks += [second, log, Stop()]
             engine.load(f"{folder}/saved")
             engine.step = 1
@@ -130,7 +132,9 @@ class FullDisk(Callback):
 
 def evaluate_and_go_on(plan_json: str) -> None:
     plan = Plan.from_json(plan_json)
-    with plan.deploy(net.workload(), callbacks=[FullDisk()], timeout_seconds=4.0) as engine:
+    with plan.deploy(
+        net.workload(), graph=net.graph(), callbacks=[FullDisk()], timeout_seconds=4.0
+    ) as engine:
         engine.train_step(net.batch())
         engine.eval_step(net.batch())
         engine.train_step(net.batch())

@@ -8,6 +8,7 @@ import random
 import resource
 import signal
 from collections.abc import Callable, Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,8 @@ from cost_models.cluster import ClusterSpec
 from cost_models.errors import CheckpointError, PartitionerError, RankFailureError
 from partitioner import Plan, Workload, partition
 from partitioner.engine.engine import Engine
+from partitioner.models.as_graph import as_graph
+from passes.graph.graph import OpGraph
 from runtime.checkpoint import directory as checkpoint_directory
 from runtime.checkpoint import storage as checkpoint_storage
 from runtime.ranks.launch import WorkerPool
@@ -61,11 +64,17 @@ def workload(dropout: float, seed: int = 0) -> Workload:
     return Workload(Net(dropout).double(), batch(0), loss_fn, "net")
 
 
+@cache
+def graph_of(dropout: float) -> OpGraph:
+    """Traced once in every process."""
+    return as_graph(workload(dropout))
+
+
 def planned(world_size: int, dropout: float) -> str:
     stages = {1: (0, 0, 0, 0), 2: (0, 0, 1, 1), 3: (0, 1, 1, 2), 4: (0, 1, 2, 3)}[world_size]
     pins = dict(zip(("embed", "first", "second", "head"), stages, strict=True))
     cluster = ClusterSpec.local(world_size)
-    return partition(workload(dropout), cluster, batch_size=8, microbatches=2, pins=pins).model_dump_json()
+    return partition(graph_of(dropout), cluster, batch_size=8, microbatches=2, pins=pins).model_dump_json()
 
 
 @pytest.fixture(scope="module")
@@ -83,7 +92,8 @@ def groups(pairs: list[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
 
 def deploy(plan_json: str, dropout: float, seed: int = 0, make: Any = groups) -> Engine:
     plan = Plan.from_json(plan_json)
-    return plan.deploy(workload(dropout, seed), optimizer=make, seed=7, timeout_seconds=20.0)
+    made, graph = workload(dropout, seed), graph_of(dropout)
+    return plan.deploy(made, graph=graph, optimizer=make, seed=7, timeout_seconds=20.0)
 
 
 def schedule(engine: Engine) -> torch.optim.lr_scheduler.LRScheduler:

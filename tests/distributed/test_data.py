@@ -93,7 +93,7 @@ def plan_json() -> str:
 def with_engine(plan_json: str, check: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
     """In a worker: ``check`` on an engine."""
     given = {"optimizer": net.groups_by_name, "timeout_seconds": 20.0, **options}
-    with Plan.from_json(plan_json).deploy(net.workload(), **given) as engine:
+    with Plan.from_json(plan_json).deploy(net.workload(), graph=net.graph(), **given) as engine:
         return check(engine, *arguments)
 
 

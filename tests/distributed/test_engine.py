@@ -32,7 +32,9 @@ def follow(plan_json: str, course: Course) -> Outcome:
     """In a worker: the course, whole steps where clipping is by the 2-norm, in parts elsewhere."""
     outcome = Outcome()
     plan = Plan.from_json(plan_json)
-    with plan.deploy(net.workload(), optimizer=net.groups_by_name, timeout_seconds=20.0) as engine:
+    with plan.deploy(
+        net.workload(), graph=net.graph(), optimizer=net.groups_by_name, timeout_seconds=20.0
+    ) as engine:
         schedule = net.annealing(engine.optimizer)
         for seed, samples in enumerate(course.sizes):
             data = net.batch(samples, seed)
@@ -135,7 +137,7 @@ def assert_equal(results: list[Outcome], whole: Outcome) -> None:
 def try_all(plan_json: str, *checks: Callable[[Engine], Any]) -> list[Any]:
     """In a worker: each check's result on one engine, or its error's text."""
     found: list[Any] = []
-    with Plan.from_json(plan_json).deploy(net.workload(), timeout_seconds=20.0) as engine:
+    with Plan.from_json(plan_json).deploy(net.workload(), graph=net.graph(), timeout_seconds=20.0) as engine:
         for check in checks:
             try:
                 found.append(check(engine))
@@ -362,7 +364,9 @@ LIMIT_SECONDS = 3.0
 
 def fail_before_sharing(plan_json: str, culprit: int, how: str) -> tuple[str, float]:
     """In a worker: ``culprit`` hangs when its part of the third step is done, or is given no tokens in it."""
-    with Plan.from_json(plan_json).deploy(net.workload(), timeout_seconds=LIMIT_SECONDS) as engine:
+    with Plan.from_json(plan_json).deploy(
+        net.workload(), graph=net.graph(), timeout_seconds=LIMIT_SECONDS
+    ) as engine:
         for _ in range(2):
             engine.train_step(net.batch())
         data = net.batch()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -120,14 +120,17 @@ def planned(graph: OpGraph, name: str, **options: Any) -> Plan:
     return partition(graph, cluster, strategy="feature", mesh=mesh, pins={"*": patterns}, **size)
 
 
+class Plans(dict[str, str]):
+    """As JSON, by name; of one trace, and made when one is asked for."""
+
+    def __missing__(self, name: str) -> str:
+        self[name] = planned(graph_of(0.0), name).model_dump_json()
+        return self[name]
+
+
 @pytest.fixture(scope="module")
-def plans() -> dict[str, str]:
-    """As JSON, by name; of one trace."""
-    graph = as_graph(workload())
-    return {
-        name: planned(graph, name).model_dump_json()
-        for name in (*PLACED, *SEARCHED, *FIXED, "layers", "free")
-    }
+def plans() -> Plans:
+    return Plans()
 
 
 _graphs: dict[float, OpGraph] = {}
@@ -146,10 +149,10 @@ def deployed(plan_json: str, dropout: float = 0.0, **options: Any) -> Engine:
     return plan.deploy(made, graph=graph_of(dropout), timeout_seconds=20.0, **options)
 
 
-def on(plans: Mapping[str, str], ranks: int) -> dict[str, str]:
-    """The plans that shard, for so many ranks."""
-    found = {name: text for name, text in plans.items() if Plan.from_json(text).world_size == ranks}
-    return {name: text for name, text in found.items() if name not in ("layers", "free")}
+ON_TWO = (*(name for name, (mesh, _) in PLACED.items() if len(mesh) == 1), "searched on 2")
+ON_FOUR = (*(name for name, (mesh, _) in PLACED.items() if len(mesh) == 2), "searched on 4", *FIXED)
+SHOWN = ("zero 1, column row", "zero 3, vocabulary", "searched on 4", "stages of zero 3", "one, two, one")
+"""Shards of every kind, along one axis and along two; stages of several devices beside stages of one."""
 
 
 # ----------------------------------------------------------------------------------- training
@@ -259,18 +262,20 @@ def close(a: Tensor, b: Tensor) -> bool:
 
 
 @pytest.mark.parametrize(
-    ("ranks", "courses", "pipelines"),
+    ("ranks", "courses", "names"),
     [
-        pytest.param(2, COURSES, False, id="2 ranks", marks=pytest.mark.matrix),
-        pytest.param(4, COURSES[:1], False, id="4 ranks"),
-        pytest.param(4, COURSES[1:], True, id="pipelines, maximum norm"),
+        pytest.param(2, COURSES, ON_TWO, id="2 ranks", marks=pytest.mark.matrix),
+        pytest.param(4, COURSES[:1], SHOWN, id="4 ranks"),
+        pytest.param(4, COURSES[:1], ON_FOUR, id="4 ranks, all", marks=pytest.mark.matrix),
+        pytest.param(4, COURSES[1:], ("stages of columns", "one, then three"), id="pipelines, maximum norm"),
+        pytest.param(4, COURSES[1:], FIXED, id="all pipelines, maximum norm", marks=pytest.mark.matrix),
     ],
 )
 def test_training_equals_the_whole_model(
-    plans: dict[str, str], ranks: int, courses: tuple[Course, ...], pipelines: bool, pool: WorkerPool
+    plans: Plans, ranks: int, courses: tuple[Course, ...], names: Iterable[str], pool: WorkerPool
 ) -> None:
     expected = [eager(course) for course in courses]
-    chosen = {name: text for name, text in on(plans, ranks).items() if not pipelines or name in FIXED}
+    chosen = {name: plans[name] for name in names}
     results = pool.run(follow_all, chosen, courses, world_size=ranks, timeout_seconds=200.0)
     for rank, found in enumerate(results):
         for name in found:
@@ -292,7 +297,8 @@ def test_training_equals_the_whole_model(
 
 STEPS, SAVED_AFTER = 4, 2
 SAVED = {2: ("zero 3", "layers"), 4: ("zero 1, column row", "stages of zero 1")}
-LOADED = {
+Names = Mapping[int, tuple[str, ...]]
+LOADED: Names = {
     2: ("zero 1", "zero 3", "column row", "layers", "free"),
     4: ("zero 1, column row", "zero 3, vocabulary", "zero 1, zero 1", "stages of zero 1", "one, then three"),
 }
@@ -364,17 +370,30 @@ def load_all(
     return found
 
 
-def test_checkpoints_go_on_under_other_plans(plans: dict[str, str], pool: WorkerPool, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("saving", "loading"),
+    [
+        pytest.param(
+            {2: ("zero 3",), 4: ("stages of zero 1",)},
+            {2: ("zero 3", "column row", "free"), 4: ("zero 1, zero 1", "stages of zero 1")},
+            id="some",
+        ),
+        pytest.param(SAVED, LOADED, id="all", marks=pytest.mark.matrix),
+    ],
+)
+def test_checkpoints_go_on_under_other_plans(
+    saving: Names, loading: Names, plans: Plans, pool: WorkerPool, tmp_path: Path
+) -> None:
     """Parameters and the optimizer's state bit for bit, whoever saved and whoever loads them."""
     runs: dict[str, Any] = {}
     saved: dict[str, dict[tuple[str, str], Tensor]] = {}
-    for ranks, names in SAVED.items():
+    for ranks, names in saving.items():
         chosen = {name: plans[name] for name in names}
         results = pool.run(save_all, chosen, tmp_path, world_size=ranks, timeout_seconds=200.0)
         runs |= results[0]
         saved |= {name: put_together([found[name][2] for found in results]) for name in names}
     sources = tuple(runs)
-    for ranks, names in LOADED.items():
+    for ranks, names in loading.items():
         chosen = {name: plans[name] for name in names}
         results = pool.run(load_all, chosen, tmp_path, sources, world_size=ranks, timeout_seconds=200.0)
         for (source, name), (losses, state, _) in results[0].items():
@@ -629,14 +648,14 @@ def plain_losses() -> list[float]:
     return expected
 
 
-def test_pipelines_are_watched_and_compiled(plans: dict[str, str], pool: WorkerPool) -> None:
+def test_pipelines_are_watched_and_compiled(plans: Plans, pool: WorkerPool) -> None:
     chosen = {name: plans[name] for name in ("stages of zero 3", "one, then three")}
     for result in pool.run(watched_and_compiled, chosen, world_size=4, timeout_seconds=200.0):
         for name in chosen:
             assert result[name] == (pytest.approx(plain_losses(), rel=1e-10),) * 2, name
 
 
-def test_what_is_around_training(plans: dict[str, str], pool: WorkerPool) -> None:
+def test_what_is_around_training(plans: Plans, pool: WorkerPool) -> None:
     chosen, expected = {name: plans[name] for name in ("zero 1", "zero 3", "column row")}, plain_losses()
     for result in pool.run(around, chosen, plans["batch"], world_size=2, timeout_seconds=200.0):
         for name in chosen:

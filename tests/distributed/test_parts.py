@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from cost_models.errors import UsageError
 from partitioner import Plan, Workload, partition
 from partitioner.engine.engine import Engine
 from partitioner.verify.verify import verify_plan
+from passes.graph.graph import OpGraph
 from passes.lower.placed_graph import PlacedGraph
 from runtime.ranks.launch import WorkerPool
 from runtime.segment.code import SegmentCode
@@ -63,9 +65,15 @@ def groups(named: list[tuple[str, nn.Parameter]]) -> torch.optim.AdamW:
     )
 
 
+@cache
+def graph() -> OpGraph:
+    """Traced once in every process."""
+    return traced(workload())
+
+
 def deploy(plan_json: str, seed: int = 0, **options: Any) -> Engine:
     options = {"optimizer": groups, "timeout_seconds": 20.0, **options}
-    return Plan.from_json(plan_json).deploy(workload(seed), **options)
+    return Plan.from_json(plan_json).deploy(workload(seed), graph=graph(), **options)
 
 
 @dataclass

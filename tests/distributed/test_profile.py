@@ -35,7 +35,9 @@ def measure(plan_json: str, folder: str) -> dict[str, Any]:
     """In a worker: train, profile, train; and what a profile leaves behind."""
     plan = Plan.from_json(plan_json)
     result: dict[str, Any] = {}
-    with plan.deploy(net.workload(), optimizer=net.groups_by_name, timeout_seconds=20.0) as engine:
+    with plan.deploy(
+        net.workload(), graph=net.graph(), optimizer=net.groups_by_name, timeout_seconds=20.0
+    ) as engine:
         engine.train_step(net.batch())
         before, kept = handlers(engine), [list(one) for one in handlers(engine)]
         hooks = len(engine.optimizer._optimizer_step_pre_hooks)
@@ -62,7 +64,7 @@ def measure(plan_json: str, folder: str) -> dict[str, Any]:
 
 def unmeasured(plan_json: str) -> dict[str, torch.Tensor]:
     with Plan.from_json(plan_json).deploy(
-        net.workload(), optimizer=net.groups_by_name, timeout_seconds=20.0
+        net.workload(), graph=net.graph(), optimizer=net.groups_by_name, timeout_seconds=20.0
     ) as engine:
         engine.train_step(net.batch())
         for seed, samples in enumerate((8, 8, 8, 3)):

@@ -46,7 +46,9 @@ class Seen:
 
 def failing(plan_json: str, good_steps: int, method: str, lacks: str) -> Seen:
     """In a worker: the rank that reads ``lacks`` alone gets none after ``good_steps``; nobody leaves."""
-    engine = Plan.from_json(plan_json).deploy(net.workload(), timeout_seconds=LIMIT_SECONDS)
+    engine = Plan.from_json(plan_json).deploy(
+        net.workload(), graph=net.graph(), timeout_seconds=LIMIT_SECONDS
+    )
     call: Callable[[Any], Any] = getattr(engine, method)
     for _ in range(good_steps):
         call(net.batch())
@@ -117,7 +119,9 @@ def test_the_others_end_soon_and_know_why(
 
 def refused_by_all(plan_json: str) -> list[float]:
     """In a worker: what all ranks refuse they may go on from, at their own pace."""
-    with Plan.from_json(plan_json).deploy(net.workload(), timeout_seconds=LIMIT_SECONDS) as engine:
+    with Plan.from_json(plan_json).deploy(
+        net.workload(), graph=net.graph(), timeout_seconds=LIMIT_SECONDS
+    ) as engine:
         with pytest.raises(UsageError):
             engine.train_step({})
         time.sleep(3.0 if dist.get_rank() == 1 else 0.0)

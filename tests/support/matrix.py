@@ -25,6 +25,12 @@ def thinned(cases: Iterable[Any], shown: Collection[Any]) -> list[Any]:
     ]
 
 
+def some(cases: Iterable[Any], one_in: int = 4) -> list[Any]:
+    """Return cases that differ by a seed or a size alone, for ``parametrize``: ``make test`` runs the first quarter."""
+    every = list(cases)
+    return thinned(every, every[: -(-len(every) // one_in)])
+
+
 def drawn(examples: int) -> settings:
     """Return settings for so many drawn examples in ``make test-all``, and for a quarter of them in ``make test``."""
     return settings(max_examples=max(1, examples * settings().max_examples // 100), deadline=None)

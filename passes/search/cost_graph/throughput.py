@@ -15,6 +15,7 @@ import networkx as nx
 import numpy as np
 
 from cost_models.errors import InfeasibleError
+from cost_models.units import counted
 from passes.search.cost_graph.anneal import AnnealingChains
 from passes.search.cost_graph.bisect_pairs import bisect_pairs
 from passes.search.cost_graph.bound import LoadBound, SetBound, load_bound
@@ -56,7 +57,8 @@ def place_for_throughput(
         evaluate(graph, placement).max_load,
         min(search.bound.value, search.value),
         space=SPACE,
-        method=f"annealing ({search.rounds} rounds), integer programs over pairs of devices; bound: {search.bound.method}",
+        method=f"annealing ({counted(search.rounds, 'round')}), integer programs over pairs of devices; "
+        f"bound: {search.bound.method}",
         started=started,
         time_limit=time_limit,
     )

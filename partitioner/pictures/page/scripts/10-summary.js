@@ -26,6 +26,7 @@ function drawSummary(plan, other, summary = plan.summary) {
           null,
           el('h3', null, part.title),
           part.text.map((line) => el('p', null, short(line, LONG_TEXT))),
+          part.exactly && exactly(part.exactly),
         ),
       ),
     ),
@@ -39,6 +40,16 @@ function drawSummary(plan, other, summary = plan.summary) {
         summary.notes.map((note) => el('p', {class: 'note'}, short(note, LONG_TEXT))),
       ),
   ];
+}
+
+/** The same in the search's own words, for those who want them. */
+function exactly(lines) {
+  return el(
+    'details',
+    null,
+    el('summary', null, 'Exactly what was searched, and how'),
+    lines.map((line) => el('p', null, short(line, LONG_TEXT))),
+  );
 }
 
 function factsList(facts, others) {

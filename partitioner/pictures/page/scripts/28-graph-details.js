@@ -26,7 +26,7 @@ function listOf(title, items, draw) {
 }
 
 function stageWords(stage, plan) {
-  if (stage < 0 || !plan.stages[stage]) return 'on no stage of its own';
+  if (stage < 0 || !plan.stages[stage]) return 'computed by every stage that needs it';
   const {name, devices} = plan.stages[stage];
   return el('span', null, badge(stage), ` ${name}, ${devices}`);
 }
@@ -65,7 +65,7 @@ function opDetails(box, view) {
     pairs(
       ['name', name],
       ['in', inside(box, view)],
-      ['computed on', stageWords(stage, plan)],
+      [stage < 0 ? 'stage' : 'computed on', stageWords(stage, plan)],
       ['result', !graph.cost_unit && `${kind.shape} ${kind.dtype}, ${formatBytes(kind.output_bytes)}`],
       ['layout', layout >= 0 && graph.layouts[layout]],
       ...amounts(kind, graph),
@@ -77,6 +77,7 @@ function opDetails(box, view) {
     listOf('Reads', inputs, (index) => jump(graph.ops[index][0], () => choose(boxes.boxOfOp[index]))),
     listOf('Read by', readers, (index) => jump(graph.ops[index][0], () => choose(boxes.boxOfOp[index]))),
     figuresNote(graph),
+    explained(name, [box.op], view),
   ];
 }
 
@@ -87,7 +88,8 @@ function parameterLine(parameter) {
 
 function bridgeLine(bridge) {
   const amount = bridgeAmount(bridge.size_bytes, bridge.cost, bridge.unit);
-  const text = `${bridge.kind}, ${amount}${bridge.gradient ? ' back' : ''}`;
+  const time = bridge.seconds ? `, ${formatSeconds(bridge.seconds)}` : '';
+  const text = `${bridge.kind}, ${amount}${bridge.gradient ? ' back' : ''}${time}`;
   return bridge.text ? `${text}: ${bridge.text}` : text;
 }
 
@@ -143,6 +145,7 @@ function groupDetails(box, view) {
     ),
     listOf('Bridges inside', bridgeLines(bridges), (line) => line.text),
     figuresNote(graph),
+    explained(explainedName(box), box.ops, view),
   ];
 }
 

@@ -93,7 +93,13 @@ function whatIfFigure(one) {
         point.step_seconds === null ? size.height - size.bottom : y(point.step_seconds),
       ),
     );
-  return el('figure', null, el('figcaption', null, one.title), chart);
+  return el(
+    'figure',
+    null,
+    el('figcaption', null, one.title),
+    chart,
+    one.note && el('p', {class: 'note'}, short(one.note, LONG_TEXT)),
+  );
 }
 
 function whatIfPoint(point, one, x, y) {

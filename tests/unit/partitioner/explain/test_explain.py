@@ -191,8 +191,10 @@ def test_a_layer_wise_plan_says_where_and_why() -> None:
     assert found.ways == ()
     loaded = Plan.from_json(planned.model_dump_json())
     assert "to stage 1" in loaded.explain("gelu").facts["sent"]
+    assert loaded.explain("down.weight") == planned.explain("down.weight")
+    assert loaded.explain("down") == planned.explain("down")
     with pytest.raises(UsageError, match="parameters and modules are known with the model"):
-        loaded.explain("down.weight")
+        loaded.model_copy(update={"outline": None}).explain("down.weight")
 
 
 def test_an_edited_plan_is_not_explained(plan: Plan) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-import importlib.util
+import struct
+import sys
+import zlib
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -10,9 +12,9 @@ import pytest
 
 from cost_models.errors import UsageError
 from partitioner import Plan
-from partitioner.pictures.figures import FIGURES, MOST_COLUMNS, _columns
+from partitioner.pictures.figures import FIGURES, LONGEST_PNG, MOST_COLUMNS, _columns, _write_png
 from partitioner.pictures.looks import PALETTE, tint
-from partitioner.pictures.svg import hatch, words
+from partitioner.pictures.svg import document, hatch, words
 from tests.support.two_layers import two_layers
 
 SVG = "{http://www.w3.org/2000/svg}"
@@ -55,9 +57,46 @@ def test_what_cannot_be_written_is_refused(plan: Plan, tmp_path: Path) -> None:
         plan.figure("flame")  # type: ignore[arg-type]
     with pytest.raises(UsageError, match=r"neither in \.svg nor in \.png"):
         plan.figure("memory", tmp_path / "figure.gif")
-    if importlib.util.find_spec("cairosvg") is None:
-        with pytest.raises(UsageError, match="pip install cairosvg"):
-            plan.figure("memory", tmp_path / "figure.png")
+
+
+def test_without_cairosvg_the_error_says_what_to_install(
+    plan: Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "cairosvg", None)
+    with pytest.raises(UsageError, match=r"pip install 'partitioner\[png"):
+        plan.figure("memory", tmp_path / "figure.png")
+
+
+@pytest.mark.parametrize("kind", FIGURES)
+def test_a_png_has_the_figure_in_it(plan: Plan, tmp_path: Path, kind: str) -> None:
+    pytest.importorskip("cairosvg", exc_type=Exception)  # an OSError where its library is missing
+    file = tmp_path / "figure.png"
+    svg = ElementTree.fromstring(plan.figure(kind, file))  # type: ignore[arg-type]
+    width, height, pixels = png(file)
+    assert (width, height) == (2 * int(svg.attrib["width"]), 2 * int(svg.attrib["height"]))
+    assert len(set(pixels)) > 20, "colours and the grey edges of letters"
+
+
+def test_a_very_long_png_is_made_smaller(tmp_path: Path) -> None:
+    pytest.importorskip("cairosvg", exc_type=Exception)
+    file = tmp_path / "figure.png"
+    _write_png(document(20, 40_000, "long", []), file)
+    width, height, _ = png(file)
+    assert (width, height) == (16, LONGEST_PNG)
+
+
+def png(file: Path) -> tuple[int, int, list[bytes]]:
+    """Read a PNG's width, height, and the bytes of its lines; the lines are as they were filtered."""
+    data = file.read_bytes()
+    assert data.startswith(b"\x89PNG\r\n\x1a\n")
+    parts, place = b"", 8
+    while place < len(data):
+        size, name = struct.unpack(">I4s", data[place : place + 8])
+        parts += data[place + 8 : place + 8 + size] if name == b"IDAT" else b""
+        place += size + 12
+    width, height = struct.unpack(">II", data[16:24])
+    lines = zlib.decompress(parts)
+    return width, height, [lines[start : start + 4] for start in range(0, len(lines), 4)]
 
 
 def test_equal_colours_differ_by_their_hatch() -> None:

@@ -20,6 +20,7 @@ from partitioner.pictures.graph_drawing import graph_drawing
 from partitioner.pictures.graph_svg import to_svg
 from partitioner.pictures.layered import layered
 from partitioner.pictures.plan_drawing import plan_drawing
+from partitioner.report.sharding import collective_name
 from tests.support.made_reports import HOSTILE_NAMES, hostile_report, made_report
 
 Golden = Callable[[str, str], None]
@@ -85,7 +86,7 @@ def test_a_feature_wise_plan_shows_its_collectives(sharded: Plan, golden: Golden
         times = re.findall(rf"{kind}(?: (\d+)×)? [\d.]+ \w+( each way)?", text)
         drawn = sum(int(count or 1) * (2 if each_way else 1) for count, each_way in times)
         planned = sharded.stages[0].sharding.collectives  # type: ignore[union-attr]
-        assert drawn == sum(item.kind.replace("_", "-") == kind for item in planned)
+        assert drawn == sum(collective_name(item.kind) == kind for item in planned)
 
 
 def test_everything_is_drawn_if_asked_for(pipeline: Plan) -> None:

@@ -19,13 +19,16 @@ from partitioner.api import partition
 from partitioner.commands.report import report
 from partitioner.pictures import what_if
 from partitioner.pictures.data import report_data
-from partitioner.pictures.lanes import critical_path, lanes_of
+from partitioner.pictures.lanes import Lane, Lanes, Span, critical_path, lanes_of
+from partitioner.pictures.ops import op_graph_data
 from partitioner.pictures.summary import division, summary_data
 from partitioner.plan import Plan
+from partitioner.record.outline import ModelOutline, OpKind
 from partitioner.record.rebuild import at_costs_of, proved_programs, simulate_plan
 from partitioner.record.sharding import UpdateGatherRecord
+from partitioner.report.sharding import collective_name
 from passes.trace.trace import trace
-from tests.support.made_plans import made_plan
+from tests.support.made_plans import made_hybrid_plan, made_plan
 
 Data = dict[str, Any]
 ROUNDED = 1e-4
@@ -125,6 +128,51 @@ def test_a_single_stage_makes_no_values_for_others(drawn: dict[str, Data]) -> No
         assert max(lane["stacks"][lane["kinds"].index("values between stages")]) <= len(lane["kinds"])
 
 
+def test_modules_are_drawn_with_their_classes(drawn: dict[str, Data]) -> None:
+    tree = drawn["one"]["graph"]["tree"]
+    assert tree["class"] == "Blocks"
+    (blocks,) = [child for child in tree["children"] if child["label"] == "blocks"]
+    assert (blocks["class"], blocks["children"][0]["class"]) == ("ModuleList", "Sequential")
+
+
+def test_the_page_explains_an_op_as_the_command_does(plans: dict[str, Plan], drawn: dict[str, Data]) -> None:
+    plan, graph = plans["pipeline"], drawn["pipeline"]["graph"]
+    loaded, known = Plan.from_json(plan.model_dump_json()), graph["explained"]
+    for index, op in enumerate(graph["ops"]):
+        name, stage = op[0], op[2]
+        facts = dict(loaded.explain(name).facts)
+        assert facts.pop("explained") == f"{name}, an op"
+        shown = {
+            "runs in": known["runs_in"][stage],
+            "slowest": known["slowest"],
+            "sent": known["sent"].get(str(index)),
+            "why": known["why"],
+            "try": (known["try"][stage] or "").replace("NAME", name),
+        }
+        wanted = shown if stage >= 0 else {"why": known["everywhere"]}
+        assert facts == {label: text for label, text in wanted.items() if text}
+    assert known["sent"]
+
+
+def test_an_op_that_every_stage_computes_has_no_layout_of_one_of_them() -> None:
+    plan = made_hybrid_plan(ClusterSpec.parse("A100-40GB:4"), ({"all": 2}, {"all": 2}))
+    first = plan.stages[0].ops[0]
+    names = tuple(op for stage in plan.stages for op in stage.ops)
+    outline = ModelOutline(
+        modules=("",), sources=("",), inputs=(), names=names,
+        kinds=(OpKind(op="op", shape=(), dtype="", forward_flops=0, backward_flops=0, output_bytes=0, saved_bytes=0,
+                      forward_seconds=0, backward_seconds=0),),
+        kind_of=(0,) * len(names), module_of=(0,) * len(names), source_of=(0,) * len(names),
+        read_counts=(0,) * len(names), reads=(),
+    )  # fmt: skip
+    stages = (plan.stages[0].model_copy(update={"ops": plan.stages[0].ops[1:]}), *plan.stages[1:])
+    shared = plan.model_copy(update={"stages": stages, "recomputed": (first,)})
+    for one, layout in ((plan, True), (shared, False)):
+        graph = op_graph_data(one, outline)
+        assert graph is not None
+        assert (graph["ops"][0][6] >= 0) == layout
+
+
 def test_every_bridge_of_the_plan_is_drawn(plans: dict[str, Plan], drawn: dict[str, Data]) -> None:
     for name, plan in plans.items():
         wanted = Counter[tuple[str, bool, int]]()
@@ -133,7 +181,7 @@ def test_every_bridge_of_the_plan_is_drawn(plans: dict[str, Plan], drawn: dict[s
             wanted.update(("send/recv", way, transfer.size_bytes) for way in ways)
         for stage in plan.stages:
             for item in () if stage.sharding is None else stage.sharding.collectives:
-                wanted[item.kind.replace("_", "-"), item.backward, item.size_bytes] += 1
+                wanted[collective_name(item.kind), item.backward, item.size_bytes] += 1
         bridges = drawn[name]["graph"]["bridges"]
         assert Counter((b["kind"], b["gradient"], b["size_bytes"]) for b in bridges) == wanted
         if name != "one":
@@ -203,6 +251,36 @@ def test_every_what_if_curve_passes_through_the_plan(
     for series in drawn[name]["what_if"]["series"]:
         (own,) = (point for point in series["points"] if point["x"] == 1)
         assert own["step_seconds"] == plans[name].prediction.step_seconds
+
+
+def test_a_larger_batch_takes_more_memory(plans: dict[str, Plan]) -> None:
+    plan = plans["pipeline"]
+    batch = plan.state_parts["batch"]
+    assert sum(batch.values())
+    state = what_if._state_with(plan, 2.0)["state_bytes"]
+    assert {rank: state[rank] - plan.state_bytes[rank] for rank in batch} == batch
+
+
+def test_copies_of_a_plan_that_does_not_fit_do_not_fit(plans: dict[str, Plan]) -> None:
+    plan = plans["pipeline"]
+    peaks = dict.fromkeys(plan.prediction.peak_memory_bytes, 1 << 60)
+    prediction = plan.prediction.model_copy(update={"peak_memory_bytes": peaks})
+    for one, fits in ((plan, True), (plan.model_copy(update={"prediction": prediction}), False)):
+        (curve,) = what_if._copies(one)
+        assert {point["fits"] for point in curve["points"]} == {fits}
+
+
+def test_the_reasons_are_in_plain_words_and_the_exact_ones_beside_them(drawn: dict[str, Data]) -> None:
+    why = drawn["pipeline"]["summary"]["sentences"][0]
+    assert "downsets" not in " ".join(why["text"])
+    assert "cuts of the program order" in why["exactly"][0]
+
+
+def test_whoever_waits_for_a_sum_of_gradients_is_told_for_whom() -> None:
+    early = Lane((0,), (Span(0.0, 1.0, "B", 0, 0), Span(3.0, 4.0, "R", -1, -1)))
+    late = Lane((1,), (Span(0.0, 3.0, "B", 1, 0), Span(3.0, 4.0, "R", -1, -1)))
+    _, waits = critical_path(Lanes(4.0, (early, late), ()))
+    assert waits == {(0, 1): "waits for rank 1, the last that comes to this sum of gradients"}
 
 
 def test_a_faster_alternative_is_not_hidden_behind_the_word_best(plans: dict[str, Plan]) -> None:

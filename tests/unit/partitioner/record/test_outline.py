@@ -29,6 +29,20 @@ def test_ops_have_their_modules_shapes_and_readers(plan: Plan) -> None:
     assert outline.reads_of()[1] == (0,)
 
 
+def test_modules_have_the_names_of_their_classes(plan: Plan) -> None:
+    assert plan.outline is not None
+    classes = plan.outline.class_names()
+    assert (classes[""], classes["0"], classes["1"]) == ("Sequential", "Linear", "ReLU")
+
+
+def test_plans_from_before_classes_know_none(plan: Plan) -> None:
+    data = json.loads(plan.model_dump_json())
+    del data["outline"]["classes"], data["outline"]["class_of"]
+    loaded = Plan.from_json(json.dumps(data))
+    assert loaded.outline is not None
+    assert loaded.outline.class_names() == {}
+
+
 def test_a_plan_file_keeps_it(plan: Plan) -> None:
     assert Plan.from_json(plan.model_dump_json()).outline == plan.outline
 
@@ -39,6 +53,8 @@ def test_a_plan_file_keeps_it(plan: Plan) -> None:
         ("kind_of", "0 1 x", "expected whole numbers"),
         ("kind_of", "0", "outline.kind_of: 1 numbers for"),
         ("module_of", "9 9 9 9 9", "outline.module_of: a number is none of outline.modules"),
+        ("class_of", "0", "outline.class_of: 1 numbers for"),
+        ("class_of", "99 0 0 0 0", "outline.class_of: a number is none of outline.classes"),
         ("read_counts", "1 1 1 1 1", "outline.read_counts: does not divide"),
         ("names", ["a", "b", "c", "d", "e"], "of the stages is not there"),
     ],

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from cost_models.cluster import ClusterSpec
@@ -19,6 +19,7 @@ from cost_models.errors import PartitionerError, PlanError
 from cost_models.precision import Precision
 from partitioner.plan import Plan
 from tests.support.made_plans import made_hybrid_plan, made_plan, made_sharded_plan
+from tests.support.matrix import drawn
 
 PLAN = made_plan(ClusterSpec.parse("A100-40GB:2"))
 DATA: dict[str, Any] = json.loads(PLAN.model_dump_json())
@@ -328,13 +329,13 @@ def use(text: str) -> None:
         plan.simulate()
 
 
-@settings(max_examples=EXAMPLES, deadline=None)
+@drawn(EXAMPLES)
 @given(st.sampled_from(KEYS), JSON)
 def test_whatever_stands_at_a_key_the_outcome_is_a_plan_or_a_plan_error(key: str, value: Any) -> None:
     use(changed(key, value))
 
 
-@settings(max_examples=EXAMPLES, deadline=None)
+@drawn(EXAMPLES)
 @given(st.data())
 def test_whatever_stands_deeper_the_outcome_is_a_plan_that_works_or_an_error_of_ours(
     data: st.DataObject,

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import cache
 
 import pytest
 from torch import nn
@@ -20,7 +21,7 @@ from passes.lower.candidate import Candidate
 from passes.lower.job import Job
 from passes.lower.lower import crossing_values
 from passes.lower.mesh_stages import MeshStages
-from passes.lower.on_mesh import cost_on_mesh
+from passes.lower.on_mesh import OnMesh, cost_on_mesh
 from passes.lower.placed_graph import meshes_of
 from passes.lower.realize import segmented
 from passes.lower.segment import Segmentation
@@ -39,6 +40,7 @@ UNITS = 2
 """Each is sharded twice: the last stage needs multiples of 4 samples, for the others 2 would do."""
 
 
+@cache
 def graph_of(change: Callable[[Gpt], None] = lambda model: None) -> OpGraph:
     model = Gpt(tied=False, blocks=BLOCKS)
     change(model)
@@ -98,10 +100,13 @@ def done(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     return found
 
 
-def agree_with_each_alone(pipeline: Pipeline) -> None:
+def found_in(pipeline: Pipeline) -> Mapping[int, OnMesh]:
+    return MeshStages(pipeline.graph, CLUSTER, JOB).of(pipeline.candidate, pipeline.segmentation)
+
+
+def agree_with_each_alone(pipeline: Pipeline, found: Mapping[int, OnMesh]) -> None:
     """Compare every number and every name with those of a graph of the stage's own."""
     graph, candidate, segmentation = pipeline.graph, pipeline.candidate, pipeline.segmentation
-    found = MeshStages(graph, CLUSTER, JOB).of(candidate, segmentation)
     assert found.keys() == set(range(BLOCKS))
     for index, ops, placement in meshes_of(graph, segmentation, candidate.shardings):
         part = part_of(graph, ops, segmentation.recomputed)
@@ -116,10 +121,9 @@ def agree_with_each_alone(pipeline: Pipeline) -> None:
 
 def test_equal_stages_are_sharded_and_costed_once(done: Counter[str]) -> None:
     pipeline = Pipeline(graph_of())
-    stages = MeshStages(pipeline.graph, CLUSTER, JOB)
-    stages.of(pipeline.candidate, pipeline.segmentation)
+    found = found_in(pipeline)
     assert done == {"shard_graph": UNITS * DISTINCT, "cost_on_mesh": DISTINCT}
-    agree_with_each_alone(pipeline)
+    agree_with_each_alone(pipeline, found)
 
 
 def test_what_other_candidates_have_is_not_made_again(done: Counter[str]) -> None:
@@ -153,9 +157,9 @@ def test_an_unlike_op_or_parameter_makes_a_stage_unlike(
     change: Callable[[Gpt], None], done: Counter[str]
 ) -> None:
     pipeline = Pipeline(graph_of(change))
-    MeshStages(pipeline.graph, CLUSTER, JOB).of(pipeline.candidate, pipeline.segmentation)
+    found = found_in(pipeline)
     assert done == {"shard_graph": UNITS * (DISTINCT + 1), "cost_on_mesh": DISTINCT + 1}
-    agree_with_each_alone(pipeline)
+    agree_with_each_alone(pipeline, found)
 
 
 WEIGHT = "h.4.norm1.weight"
@@ -192,18 +196,18 @@ def test_an_unlike_layout_makes_a_stage_unlike(what: str, done: Counter[str]) ->
                 return replace(own, values={**own.values, **whole})
 
     pipeline.place(change)
-    MeshStages(pipeline.graph, CLUSTER, JOB).of(pipeline.candidate, pipeline.segmentation)
+    found = found_in(pipeline)
     assert done == {"shard_graph": UNITS * (DISTINCT + 1), "cost_on_mesh": DISTINCT + 1}
-    agree_with_each_alone(pipeline)
+    agree_with_each_alone(pipeline, found)
 
 
 def test_a_block_that_is_computed_again_is_costed_anew_on_the_same_shards(done: Counter[str]) -> None:
     pipeline = Pipeline(graph_of())
     again = tuple((f"h.{stage}",) if stage == pipeline.changed else () for stage in range(BLOCKS))
     pipeline.candidate = replace(pipeline.candidate, recomputed_blocks=again)
-    MeshStages(pipeline.graph, CLUSTER, JOB).of(pipeline.candidate, pipeline.segmentation)
+    found = found_in(pipeline)
     assert done == {"shard_graph": UNITS * DISTINCT, "cost_on_mesh": DISTINCT + 1}
-    agree_with_each_alone(pipeline)
+    agree_with_each_alone(pipeline, found)
 
 
 def test_a_stage_over_other_links_is_costed_anew_on_the_same_shards(done: Counter[str]) -> None:
@@ -212,6 +216,6 @@ def test_a_stage_over_other_links_is_costed_anew_on_the_same_shards(done: Counte
     pipeline.place(lambda own: replace(own, mesh=Mesh(across, SHAPE, AXES)))
     groups = tuple(across if i == pipeline.changed else g for i, g in enumerate(pipeline.candidate.groups))
     pipeline.candidate = replace(pipeline.candidate, groups=groups)
-    MeshStages(pipeline.graph, CLUSTER, JOB).of(pipeline.candidate, pipeline.segmentation)
+    found = found_in(pipeline)
     assert done == {"shard_graph": UNITS * DISTINCT, "cost_on_mesh": DISTINCT + 1}
-    agree_with_each_alone(pipeline)
+    agree_with_each_alone(pipeline, found)

@@ -8,13 +8,14 @@ from collections import Counter
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from cost_models.errors import InternalError
 from cost_models.layout import Layout, Mesh, Partial, Placement, Replicate, Shard
 from runtime.mesh.cross_mesh import Piece, pieces
 from runtime.mesh.sharding import Block, block_of, coordinates
+from tests.support.matrix import drawn
 
 
 def spread(first: int, *axes: tuple[int, Placement]) -> Layout:
@@ -107,7 +108,7 @@ def layouts(draw: st.DrawFn, first: int, shape: tuple[int, ...], *, summed: bool
 
 
 @given(st.data())
-@settings(max_examples=200, deadline=None)
+@drawn(200)
 def test_every_element_arrives_once(data: st.DataObject) -> None:
     shape = data.draw(st.sampled_from([(24,), (12, 24), (24, 4, 12)]))
     source = data.draw(layouts(0, shape))
@@ -130,7 +131,7 @@ def test_every_element_arrives_once(data: st.DataObject) -> None:
 
 
 @given(st.data())
-@settings(max_examples=200, deadline=None)
+@drawn(200)
 def test_every_part_of_a_sum_arrives_once(data: st.DataObject) -> None:
     """From some rank that has it; and pieces of two parts lie on each other wholly or not at all."""
     shape = data.draw(st.sampled_from([(24,), (12, 24)]))

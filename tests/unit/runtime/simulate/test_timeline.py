@@ -30,7 +30,7 @@ def run(graph: SegmentGraph, order: ComputeOrder, microbatches: int) -> Simulati
 
 def test_1f1b_reads_as_the_textbook_draws_it() -> None:
     assert render(run(chain(3), one_f_one_b(3, 4), 4), width=60) == (
-        "step 20.000 s · bubble 40.0% · one column 333.333 ms\n"
+        "step 20.0 s · bubble 40.0% · one column 333 ms\n"
         "rank 0  F0-F1-F2-............B0----F3-B1----...B2----...B3----+--S--  busy  60%  peak 360 B\n"
         "rank 1  ...F0-F1-......B0----F2-B1----F3-B2----...B3----......+--S--  busy  60%  peak 270 B\n"
         "rank 2  ......F0-B0----F1-B1----F2-B2----F3-B3----S--...............  busy  60%  peak 130 B"

@@ -15,6 +15,7 @@ from passes.search.free.coarsen import levels
 from passes.search.free.ilp import alike, solve_program
 from passes.search.free.moves import Moves
 from passes.search.free.problem import FreeProblem, Net, evaluate, legal
+from tests.support.matrix import some
 from tests.unit.passes.search.free.samples import brute_force, random_free_problem
 
 
@@ -57,7 +58,7 @@ def test_loads_by_hand() -> None:
     assert evaluate(problem, [1, 1, 1]).seconds.tolist() == [0.0, 12.0]
 
 
-@pytest.mark.parametrize("seed", range(24))
+@pytest.mark.parametrize("seed", some(range(24)))
 def test_moves_keep_the_loads_that_the_definition_has(seed: int) -> None:
     problem, draw = sample(seed), random.Random(seed)
     moves = Moves(problem, [draw.randrange(problem.devices) for _ in range(problem.units)])
@@ -68,7 +69,7 @@ def test_moves_keep_the_loads_that_the_definition_has(seed: int) -> None:
         assert np.allclose(loads.memory_bytes, moves.memory, atol=1e-9)
 
 
-@pytest.mark.parametrize("seed", range(24))
+@pytest.mark.parametrize("seed", some(range(24)))
 def test_a_coarse_placement_costs_what_it_costs_below(seed: int) -> None:
     problem, draw = random_free_problem(seed, units=9, devices=3, pinned=seed % 2 == 0), random.Random(seed)
     chain = levels(problem, 3)
@@ -82,7 +83,7 @@ def test_a_coarse_placement_costs_what_it_costs_below(seed: int) -> None:
         assert level.up(level.down(anywhere(level.problem))) == tuple(anywhere(level.problem))
 
 
-@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("seed", some(range(40)))
 def test_the_program_finds_and_proves_the_optimum(seed: int) -> None:
     problem = sample(seed)
     problem = replace(problem, sum_bytes=np.zeros(len(problem.ties)))  # the program leaves sums out
@@ -102,7 +103,7 @@ def test_the_program_finds_and_proves_the_optimum(seed: int) -> None:
     assert again.bound_seconds == pytest.approx(best[0], rel=1e-4), "from the optimum itself"
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", some(range(20)))
 def test_a_neighbourhood_is_solved_at_best(seed: int) -> None:
     problem = random_free_problem(seed, units=6, devices=3, ties=False, alike=seed % 2 == 0)
     draw = random.Random(seed)
@@ -121,7 +122,7 @@ def test_a_neighbourhood_is_solved_at_best(seed: int) -> None:
     assert evaluate(problem, found).objective_seconds == pytest.approx(best, rel=1e-5)
 
 
-@pytest.mark.parametrize("seed", range(60))
+@pytest.mark.parametrize("seed", some(range(60)))
 def test_no_placement_is_below_the_bounds(seed: int) -> None:
     problem = sample(seed)
     best = brute_force(problem)
@@ -138,7 +139,7 @@ def test_the_work_bound_is_the_relaxation_of_unlike_devices() -> None:
     assert work_bound(problem) <= 8 / 3
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", some(range(12)))
 def test_annealing_finds_the_optimum_of_small_problems_and_keeps_to_pins(seed: int) -> None:
     problem = random_free_problem(seed, units=7, devices=2 + seed % 2, tight=True, pinned=True)
     best = brute_force(problem)

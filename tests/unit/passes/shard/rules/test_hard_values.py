@@ -17,7 +17,7 @@ from passes.shard.rules import choices
 from passes.shard.rules.local import fits
 from passes.shard.rules.simulate import Trial, is_float, node_of, problem, trial
 from passes.shard.words import Choice, operands
-from tests.unit.passes.shard.rules.test_rules import CASES, drawn
+from tests.unit.passes.shard.rules.test_rules import CASES, example
 
 aten = torch.ops.aten
 TYPES = {torch.float32: 1e-4, torch.bfloat16: 6e-2, torch.float16: 8e-3}
@@ -59,7 +59,7 @@ def odd_numbers(value: Tensor, random: Random) -> Tensor:
 @settings(max_examples=6, deadline=None)
 @given(random=st.randoms(use_true_random=False))
 def test_nan_and_infinity_stay_where_they_are(family: str, random: Random) -> None:
-    node, _ = drawn(family, random)
+    node, _ = example(family, random)
     values = [odd_numbers(source.meta["val"], random) for source in operands(node)]
     whole = again(node, values)
     if whole is None or node.target in KERNELS:
@@ -80,7 +80,7 @@ def test_nan_and_infinity_stay_where_they_are(family: str, random: Random) -> No
 @settings(max_examples=4, deadline=None)
 @given(random=st.randoms(use_true_random=False))
 def test_other_types_are_sharded_alike(family: str, random: Random) -> None:
-    node, _ = drawn(family, random)
+    node, _ = example(family, random)
     dtype = random.choice([*TYPES])
     values = [
         v.to(dtype) if is_float(v) and not v.is_complex() else v
@@ -99,7 +99,7 @@ def test_other_types_are_sharded_alike(family: str, random: Random) -> None:
 @settings(max_examples=3, deadline=None)
 @given(random=st.randoms(use_true_random=False))
 def test_choices_of_three_axes_go_together(family: str, random: Random) -> None:
-    node, whole = drawn(family, random)
+    node, whole = example(family, random)
     known = choices(node)
     for _ in range(3):
         three = [random.choice(known) for _ in range(3)]
@@ -225,7 +225,7 @@ def emptied(value: Tensor, dim: int, size: int) -> Tensor:
 @settings(max_examples=4, deadline=None)
 @given(random=st.randoms(use_true_random=False))
 def test_empty_tensors_are_sharded_right(family: str, random: Random) -> None:
-    node, _ = drawn(family, random)
+    node, _ = example(family, random)
     values = [source.meta["val"] for source in operands(node)]
     sizes = sorted({size for value in values for size in value.shape if size > 1})
     if not sizes:

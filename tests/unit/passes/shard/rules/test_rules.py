@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, fx
 
@@ -20,6 +20,7 @@ from passes.shard.rules.simulate import Trial, node_of, problem, trial
 from passes.shard.rules.threads import Rendezvous
 from passes.shard.rules.traffic import local_collectives
 from passes.shard.words import Choice, Need, operands
+from tests.support.matrix import drawn
 from tests.support.traced_models import small_gpt2
 from tests.unit.passes.shard.rules import cases as shard_cases
 from tests.unit.passes.shard.rules.cases_rare import RARE
@@ -42,7 +43,7 @@ R, P, S = Replicate(), Partial(), Shard
 CASES = {**shard_cases.CASES, **RARE}
 
 
-def drawn(family: str, random: Random) -> tuple[fx.Node, Trial]:
+def example(family: str, random: Random) -> tuple[fx.Node, Trial]:
     case = CASES[family](Draw(random))
     args, kwargs = case if isinstance(case[-1], dict) and isinstance(case[0], tuple) else (case, {})
     if isinstance(args[-1], dict):
@@ -54,10 +55,10 @@ def drawn(family: str, random: Random) -> tuple[fx.Node, Trial]:
 
 
 @pytest.mark.parametrize("family", CASES)
-@settings(max_examples=60, deadline=None)
+@drawn(60)
 @given(random=st.randoms(use_true_random=False))
 def test_every_choice_gives_what_the_whole_op_gives(family: str, random: Random) -> None:
-    node, whole = drawn(family, random)
+    node, whole = example(family, random)
     assert has_rule(node), node.target
     for choice in choices(node):
         for ranks in (2, 3, 4):
@@ -67,10 +68,10 @@ def test_every_choice_gives_what_the_whole_op_gives(family: str, random: Random)
 
 
 @pytest.mark.parametrize("family", CASES)
-@settings(max_examples=25, deadline=None)
+@drawn(25)
 @given(random=st.randoms(use_true_random=False))
 def test_choices_of_two_axes_go_together(family: str, random: Random) -> None:
-    node, whole = drawn(family, random)
+    node, whole = example(family, random)
     known = choices(node)
     for _ in range(4):
         pair = [random.choice(known), random.choice(known)]
@@ -190,10 +191,10 @@ class Listening(Rendezvous):
 
 
 @pytest.mark.parametrize("family", ["loss", "norm", "embedding", "reduction"])
-@settings(max_examples=40, deadline=None)
+@drawn(40)
 @given(random=st.randoms(use_true_random=False))
 def test_what_local_functions_say_is_what_is_counted(family: str, random: Random) -> None:
-    node, whole = drawn(family, random)
+    node, whole = example(family, random)
     known = choices(node)
     pair = [random.choice(known), random.choice(known)]
     if not fits(node, pair, (2, 2)):
