@@ -9,8 +9,8 @@ Before it begins, all that the forwards saved is there. Then, op by op, from the
 
 A backward that makes nothing hands its own gradient on (a sum, a view): one storage with several owners. Gradients of
 parameters belong to the state, where they are added to what micro-batches before left; in the first backward of a step
-nothing is there yet, and they come one by one. Those of a parameter that several ops read are summed first, in a tensor that is
-there from the last reader's backward to the first's.
+nothing is there yet, and they come one by one. Those of a parameter that several ops read are summed first, in a tensor
+that is there from the last reader's backward to the first's.
 """
 
 from __future__ import annotations
