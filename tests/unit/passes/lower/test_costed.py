@@ -107,7 +107,12 @@ def test_halves_apart_run_the_last_product_again_too() -> None:
     together, apart = (on_mesh(COLUMN_ROW, BLOCKS, schedule).segment.cost for schedule in ("1f1b", "zb-h1"))
     assert apart.transient_bytes > together.transient_bytes
     assert apart.backward_weight_seconds > together.backward_weight_seconds  # nothing is hidden there
-    rest = {"transient_bytes": 0, "first_transient_bytes": 0, "backward_input_seconds": 0.0, "backward_weight_seconds": 0.0}
+    rest = {
+        "transient_bytes": 0,
+        "first_transient_bytes": 0,
+        "backward_input_seconds": 0.0,
+        "backward_weight_seconds": 0.0,
+    }
     assert replace(apart, **rest) == replace(together, **rest)
 
 
