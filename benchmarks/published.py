@@ -1,6 +1,6 @@
 """Predicted beside published: steps that others measured on GPUs and published, predicted by the defaults of this package.
 
-    make published          = python -m benchmarks.published [--only GLOB] [--runs FILE] [--json rows.json]
+    make published RUNS=runs.csv    = python -m benchmarks.published --runs runs.csv [--only GLOB] [--json rows.json]
 
 A row of ``--runs`` is one run: its model, cards, batch, and what a step took. Nothing is fitted here: each row is planned
 as it was run (one replica per device, ZeRO-3 where it was FSDP, so many micro-batches), and the error is what the
@@ -34,7 +34,6 @@ from partitioner.models.as_graph import as_graph
 from partitioner.models.workload import Workload
 from passes.graph.graph import OpGraph
 
-RUNS = Path(__file__).parent.parent.parent / "shared" / "data" / "published" / "runs.csv"
 CARDS = {
     "v100_16gb": ("V100-16GB", "dgx-v100"),
     "v100_32gb": ("V100-32GB", "dgx-v100"),
@@ -79,8 +78,22 @@ class Outcome:
         return self.peak_bytes / self.run.peak_bytes - 1.0
 
 
+COLUMNS = (
+    "id",
+    "gpu",
+    "gpus",
+    "sequence",
+    "global_batch",
+    "microbatches",
+    "step_seconds",
+    "peak_memory_gib",
+    "source",
+)
+"""Columns of a file of runs; ``id`` names the model and how it was run, ``peak_memory_gib`` may be empty."""
+
+
 def read_runs(path: Path) -> list[Run]:
-    """Read the runs of a file like ``runs.csv``."""
+    """Read a file of runs."""
     with path.open(newline="") as file:
         return [
             Run(
@@ -232,7 +245,9 @@ def report(outcomes: Sequence[Outcome]) -> Iterator[str]:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Predict the rows and print them."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--runs", type=Path, default=RUNS, help="a file of runs like runs.csv")
+    parser.add_argument(
+        "--runs", type=Path, required=True, help=f"a CSV file with the columns {', '.join(COLUMNS)}"
+    )
     parser.add_argument("--only", default="*", help="glob over the runs' ids")
     parser.add_argument("--json", type=Path, help="also write the rows here")
     options = parser.parse_args(arguments)
