@@ -208,6 +208,12 @@ def given_argument(
     return default
 
 
+def reshaping(target: Any) -> Any:
+    """Put ``reshape`` in place of ``view``, which refuses what is not laid out in memory as it was when traced."""
+    views = (torch.ops.aten.view.default, torch.ops.aten._unsafe_view.default)
+    return torch.ops.aten.reshape.default if target in views else target
+
+
 def relocated(node: fx.Node, device: torch.device) -> fx.Node:
     """Write ``device`` over every device among the op's arguments, in place."""
 

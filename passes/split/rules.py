@@ -19,14 +19,14 @@ from torch import fx
 from torch.fx.node import map_aggregate
 
 from cost_models.layout import Partial, Replicate, Shard
-from passes.graph.nodes import argument, given_argument, replaced, tensors_of
+from passes.graph.nodes import argument, given_argument, replaced, reshaping, tensors_of
 from passes.shard.rules import choices
 from passes.shard.rules.local import explicit
 from passes.shard.rules.reductions import MEAN
 from passes.shard.rules.shapes import plain
 from passes.shard.sizes import COUNTS, SIZE_ARGUMENTS
 from passes.shard.words import Choice, operands
-from passes.split.values import Range, Values, reshaping
+from passes.split.values import Range, Values
 
 aten = torch.ops.aten
 

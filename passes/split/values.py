@@ -20,7 +20,7 @@ from torch import fx
 from cost_models.errors import InternalError
 from passes.graph.fake_values import FakeValues
 from passes.graph.graph import OpGraph, once_per_graph
-from passes.graph.nodes import fake_mode_of, nodes_in, origin, tensors_of
+from passes.graph.nodes import fake_mode_of, nodes_in, origin, reshaping, tensors_of
 
 aten = torch.ops.aten
 
@@ -249,8 +249,3 @@ class Values:
         part.meta["val"] = self.fake.empty(shape, value, lambda size: int(size))
         self.requests.setdefault(node, {})[tuple(sorted(ranges.items()))] = part
         return part
-
-
-def reshaping(target: Any) -> Any:
-    """Put ``reshape`` in place of ``view``, which refuses what is not laid out as it was."""
-    return aten.reshape.default if target in (aten.view.default, aten._unsafe_view.default) else target

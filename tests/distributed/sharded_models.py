@@ -55,6 +55,40 @@ class Block(nn.Module):
         return y
 
 
+class FusedBlock(nn.Module):
+    """A transformer block whose heads come of one product, and lie side by side: x [b, s, 16], 4 heads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.o = nn.Linear(16, 48), nn.Linear(16, 16)
+        self.up, self.down = nn.Linear(16, 32), nn.Linear(32, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        b, s, d = x.shape
+        q, k, v = (part.view(b, s, 4, 4).transpose(1, 2) for part in self.qkv(x).split(d, dim=2))
+        a = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.o(a.transpose(1, 2).contiguous().view(b, s, d))
+        y: Tensor = x + self.down(F.gelu(self.up(x)))
+        return y
+
+
+class FusedGpt(nn.Module):
+    """x, y [b, 4, 16]."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.block = FusedBlock()
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        loss: Tensor = ((self.block(x) - y) ** 2).mean()
+        return loss
+
+
+def fused_batch(samples: int) -> dict[str, Tensor]:
+    g = torch.Generator().manual_seed(6)
+    return {k: torch.randn(samples, 4, 16, generator=g, dtype=torch.float64) for k in ("x", "y")}
+
+
 class Gpt(nn.Module):
     """ids, labels [b, 8]; 24 tokens; the output weight is the embedding's."""
 
@@ -147,6 +181,11 @@ COLUMN_ROW = Forced(
     },
     values={"*embedding*": R, "*add*": R, "*norm*": R},
 )
+HEADS = Forced(
+    stored={"*qkv.*": Shard(0), "*.o.weight": Shard(1), "*up.*": Shard(0), "*down.weight": Shard(1)},
+    values={"*qkv": Shard(2), "*attention*": Shard(1), "*add*": R},
+)
+"""Of a product of queries, keys and values together, which is whole between its columns and the heads."""
 SEQUENCE = Forced(
     stored=COLUMN_ROW.stored,
     values={

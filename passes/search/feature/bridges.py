@@ -25,7 +25,15 @@ from cost_models.conversion import (
     path,
 )
 from cost_models.layout import Partial, Placement, Replicate, Shard
-from passes.search.feature.codes import DEFERRED, WHOLE, digits, needs_of, source_placements
+from passes.search.feature.codes import (
+    DEFERRED,
+    WHOLE,
+    digits,
+    left_in_parts,
+    needs_of,
+    source_placements,
+    summed_later,
+)
 from passes.shard.bridges import last_sum
 from passes.shard.words import Need, Placements
 
@@ -123,6 +131,16 @@ class Bridges:
         wanted = [[need.placement for need in needs_of(code, axes)] for code in needs]
         has = np.array([local_share(placements, self.shape) for placements in wanted])
         return np.asarray(has[None, :] > had[:, None])
+
+    def summed_where_in_parts(
+        self, sources: Sequence[int], needs: Sequence[int]
+    ) -> np.ndarray[Any, np.dtype[np.bool_]]:
+        """Tell per (source, need) whether the need leaves parts along each axis on which the source's gradient is summed
+        later."""
+        axes = len(self.shape)
+        later = np.array([summed_later(code, axes) for code in sources], dtype=np.int64)
+        parts = np.array([left_in_parts(code, axes) for code in needs], dtype=np.int64)
+        return np.asarray(later[:, None] & ~parts[None, :] == 0)
 
     def _shape(self, sources: tuple[int, ...], needs: tuple[int, ...]) -> _Shape:
         pairs = [self._pair(source, need) for source in sources for need in needs]

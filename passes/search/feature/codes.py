@@ -54,6 +54,18 @@ def needs_of(code: int, axes: int) -> tuple[Need, ...]:
     return tuple(_need(digit) for digit in digits(code, axes))
 
 
+@cache
+def left_in_parts(need: int, axes: int) -> int:
+    """Return the axes along which a reader leaves parts of a gradient, as bits."""
+    return sum(1 << axis for axis, own in enumerate(needs_of(need, axes)) if own.partial_gradient)
+
+
+@cache
+def summed_later(source: int, axes: int) -> int:
+    """Return the axes along which a parameter's gradient is summed at the step's end, as bits."""
+    return sum(1 << axis for axis, digit in enumerate(digits(source, axes)) if digit == DEFERRED)
+
+
 def _source(digit: int) -> Placement:
     if digit in (0, WHOLE, DEFERRED):
         return Replicate()

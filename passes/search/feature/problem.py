@@ -116,6 +116,8 @@ class FeatureProblem:
             seconds = seconds + np.where(again, there, 0.0)
             copies = np.where(again, found.copies * (w.count if w.use.beside else 0), copies)
         allowed = found.allowed & (found.buffers <= self.largest_buffer_bytes)
+        if unit.kind == "parameter" and len(w.readers) == 1:  # a sum of no parts may be priced lower
+            allowed = allowed & self.bridges.summed_where_in_parts(sources, needs)
         return BridgeTable(seconds * (w.count * self.microbatches), copies, found.buffers, allowed)
 
     def hidden(self, wire: int, sources: Sequence[int], needs: Sequence[int]) -> tuple[FloatArray, ...]:

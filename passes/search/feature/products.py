@@ -41,7 +41,9 @@ PRODUCTS = frozenset(
 )
 NORMS = frozenset({aten.layer_norm.default, aten.rms_norm.default})
 
-VIEWS = frozenset({aten.t.default, aten.transpose.int, aten.permute.default, aten.view.default})
+VIEWS = frozenset(
+    {aten.t.default, aten.transpose.int, aten.permute.default, aten.view.default, aten.reshape.default}
+)
 
 
 class Shapes:

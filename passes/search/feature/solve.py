@@ -236,7 +236,7 @@ class ProblemSearch:
         self._latest = duals
         if bound > self.bound or self._duals is None:
             self.bound, self._duals = max(bound, self.bound), duals
-        chosen = duals.decode()
+        chosen = without_needless_sums(self._tight, duals.decode())
         cost = price(self._tight, self._tables, chosen)
         if cost.bytes > self.problem.capacity_bytes:
             self.short_of_memory = True

@@ -16,14 +16,13 @@ And sums that a choice is charged without need, of gradients of which no reader 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cache
 
 import numpy as np
 from numpy.typing import NDArray
 
 from cost_models.arrays import FloatArray
 from passes.search.feature.bridges import BridgeTable
-from passes.search.feature.codes import DEFERRED, WHOLE, combine, digits, needs_of
+from passes.search.feature.codes import DEFERRED, WHOLE, combine, digits, left_in_parts, needs_of
 from passes.search.feature.graph import Unit
 from passes.search.feature.options import Options, bytes_of
 from passes.search.feature.problem import FeatureProblem, UnitNumbers
@@ -144,9 +143,10 @@ def without_needless_sums(problem: FeatureProblem, chosen: Sequence[int]) -> lis
     """``chosen``, where parameters are charged a sum at the step's end along those axes only that have parts to be summed;
     and values of other parts of the model send no parts of sums back along others.
 
-    That a gradient is deferred is a parameter's way, that a reader leaves parts of it is the reader's: no pair of them says
-    that no reader does. The cheapest choice defers nothing needlessly, but one that is decoded from messages, or found as
-    time runs out, may. Ranks sum what is in parts (``passes.shard.syncs``), so such a choice costs less than it says.
+    That a gradient is deferred is a parameter's way, that a reader leaves parts of it is the reader's: where several read,
+    no pair of them says that no reader does (``FeatureProblem.table`` forbids what one reader alone says). Ranks sum what
+    is in parts (``passes.shard.syncs``), so such a choice does not cost what it says: most often less, but a sum over the
+    ranks of two axes may be priced below one over those of one axis, whose groups share a node's links.
     """
     return [
         int(k) for k in each_without_needless_sums(problem, np.array(chosen, dtype=np.intp)[:, None])[:, 0]
@@ -161,7 +161,7 @@ def each_without_needless_sums(problem: FeatureProblem, chosen: NDArray[np.intp]
         if problem.space.units[wire.producer].kind in ("parameter", "value"):
             for reader, operand in wire.readers:
                 needs = problem.units[reader].inputs[operand].tolist()
-                left = np.array([_left_in_parts(code, axes) for code in needs], dtype=np.intp)[chosen[reader]]
+                left = np.array([left_in_parts(code, axes) for code in needs], dtype=np.intp)[chosen[reader]]
                 parts[wire.producer] = parts.get(wire.producer, np.zeros_like(left)) | left
     found = chosen.copy()
     for unit, numbers in zip(problem.space.units, problem.units, strict=True):
@@ -172,12 +172,6 @@ def each_without_needless_sums(problem: FeatureProblem, chosen: NDArray[np.intp]
             mended = [_mended(numbers, whole, axes, *divmod(p, len(numbers.seconds))) for p in pairs.tolist()]
             found[unit.index] = np.array(mended, dtype=np.intp)[which.reshape(-1)]
     return found
-
-
-@cache
-def _left_in_parts(need: int, axes: int) -> int:
-    """Return the axes along which a reader leaves parts of a gradient, as bits."""
-    return sum(1 << axis for axis, own in enumerate(needs_of(need, axes)) if own.partial_gradient)
 
 
 def _mended(numbers: UnitNumbers, whole: int, axes: int, summed: int, k: int) -> int:

@@ -20,7 +20,7 @@ import torch
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from passes.graph.nodes import argument, call, given_argument, storage_key
+from passes.graph.nodes import argument, call, given_argument, reshaping, storage_key
 
 aten = torch.ops.aten
 
@@ -151,9 +151,6 @@ def written_storages(graph: fx.Graph) -> set[int | None]:
 # --------------------------------------------------------------------------------------------------
 # Replay
 
-_STRIDE_FREE: dict[Any, Any] = {aten.view.default: aten.reshape.default}
-"""A rewritten tensor may have other strides, which ``view`` would refuse."""
-
 _NEEDS_DENSE = (aten.as_strided.default, aten.view_as_complex.default, aten.view.dtype)
 """Views whose meaning or legality depends on strides."""
 
@@ -163,7 +160,7 @@ def replay(view: View, parent: fx.Node, writer: Writer) -> fx.Node:
     args, kwargs = fx.map_arg((view.args, view.kwargs), lambda n: parent if n is view.source else n)
     if view.target in _NEEDS_DENSE:
         args = (_dense(parent, writer), *args[1:])
-    again = writer.call(_STRIDE_FREE.get(view.target, view.target), *args, **kwargs)
+    again = writer.call(reshaping(view.target), *args, **kwargs)
     return again if view.index is None else writer.call(operator.getitem, again, view.index)
 
 
@@ -178,7 +175,7 @@ def same_strides(left: fx.Node, right: fx.Node) -> bool:
 
 def accept_any_strides(node: fx.Node, writer: Writer) -> None:
     """Make an op that reads a tensor with other strides than the traced one legal, its result the same."""
-    node.target = _STRIDE_FREE.get(node.target, node.target)
+    node.target = reshaping(node.target)
     if node.target in _NEEDS_DENSE and isinstance(node.args[0], fx.Node):
         node.update_arg(0, _dense(node.args[0], writer))
 

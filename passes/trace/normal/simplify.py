@@ -4,6 +4,7 @@
     wrap_with_autocast("cpu", bf16, True, body)  →  body's ops with explicit ``to(bfloat16)`` (passes.trace.normal.autocast)
     _assert_scalar, _assert_tensor_metadata      →  gone, with the comparisons that only they read
     x[:, :] ; x.to(x.dtype) ; lift_fresh_copy    →  x
+    x.transpose(1, 2).view(4, -1)                →  x.transpose(1, 2).reshape(4, -1)
 
 Other higher-order ops (``cond``, ``while_loop``, ``map``, …) choose what to run from data; no static placement covers
 that, so they are refused by name and line.
@@ -11,6 +12,7 @@ that, so they are refused by name and line.
 
 from __future__ import annotations
 
+import itertools
 import sys
 from dataclasses import dataclass, field
 from typing import Any
@@ -23,10 +25,13 @@ from passes.graph.nodes import (
     drop_dead_code,
     new_module,
     recorded_requires_grad,
+    reshaping,
     storage_key,
+    symbolic,
+    tensors_of,
     where,
 )
-from passes.trace.normal.aliasing import written_storages
+from passes.trace.normal.aliasing import view_of, written_storages
 from passes.trace.normal.autocast import Autocast, CastCache, copy_with_casts
 from passes.trace.normal.gradients import cut_gradients
 from passes.trace.opaque.refused import OPAQUE_ADVICE, PartError, blamed
@@ -70,6 +75,7 @@ def simplify(gm: fx.GraphModule) -> fx.GraphModule:
     """Make a new module without higher-order ops, asserts, no-ops and dead code; ``gm`` is left as it is."""
     graph = _inline(gm)
     _drop_no_ops(graph)
+    _accept_other_orders(graph)
     drop_dead_code(graph)
     cut_gradients(graph, strict=False)
     return new_module(gm, graph)
@@ -224,3 +230,43 @@ def _is_identity(node: fx.Node, source: fx.Node) -> bool:
         value, before = node.meta["val"], source.meta["val"]
         return value.dtype == before.dtype and storage_key(value) == storage_key(before)
     return False
+
+
+# --------------------------------------------------------------------------------------------------
+# Orders in memory
+
+
+def _accept_other_orders(graph: fx.Graph) -> None:
+    """Make ``reshape`` of each ``view`` whose legality depends on the order in which its operand lies in memory.
+
+    Attention on this machine returns its heads side by side, so that ``y.transpose(1, 2)`` is in one piece, and the
+    exporter records nothing of the ``contiguous()`` behind it. Another device, shards, or what arrives from another rank
+    lie in the order of their dimensions.
+    """
+    moved: set[fx.Node] = set()
+    for node in graph.nodes:
+        view = view_of(node)
+        if (view is not None and view.source in moved) or any(map(_out_of_order, tensors_of(node))):
+            moved.add(node)
+        if view is not None and view.source in moved:
+            node.target = reshaping(node.target)
+
+
+def _out_of_order(value: torch.Tensor) -> bool:
+    """Tell whether a dimension of several elements lies further apart in memory than one before it."""
+    if value.layout != torch.strided:
+        return False
+    strides = [
+        _typical(step) for size, step in zip(value.shape, value.stride(), strict=True) if _typical(size) != 1
+    ]
+    return any(before < after for before, after in itertools.pairwise(strides))
+
+
+def _typical(size: int | torch.SymInt) -> int:
+    """Return a size with a number for its open ones, so that comparing it fixes none."""
+    known = symbolic(size)
+    return known if isinstance(known, int) else int(known.subs(dict.fromkeys(known.free_symbols, _OPEN_SIZE)))
+
+
+_OPEN_SIZE = 1_000_003
+"""Stands for open sizes where orders are compared: larger than what it is multiplied with or compared to, mostly."""

@@ -241,7 +241,7 @@ SHARDINGS: list[Case] = [
     (
         "explain PLAN nosuch",
         2,
-        ("there is no op 'nosuch' to explain", "parameters and modules are known with the model"),
+        ("there is no op, parameter or module 'nosuch' to explain", "the plan is for Net with 4 ops"),
     ),
     (
         "explain PLAN frist --model NET",

@@ -117,7 +117,7 @@ def test_graph_draws_models_and_plans(plan_file: Path, capsys: Capture) -> None:
     assert placed.startswith('digraph "Net on local:2" {')
     assert "send/recv" in placed
     assert out(capsys, "graph", NET, "--plan", plan_file) == placed
-    assert 'stage0 -> stage1 [label="send/recv' in out(capsys, "graph", plan_file, "--stages")
+    assert 'stage0 -> stage1 [label=" send/recv' in out(capsys, "graph", plan_file, "--stages")
     assert out(capsys, "graph", plan_file, "--format", "svg").startswith("<svg ")
     data = json.loads(out(capsys, "graph", NET, "--format", "json"))
     assert data == json.loads(out(capsys, "graph", NET, "--json"))

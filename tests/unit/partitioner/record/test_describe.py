@@ -85,7 +85,7 @@ def test_what_an_expert_asks_for_is_said(plan: Plan) -> None:
         text = str(plan)
     assert "one device" in text
     assert "data parallel x2" in text
-    assert "not tried   data parallelism, tensor parallelism, ZeRO sharding" in text
+    assert "not tried   data parallelism; tensor parallelism; ZeRO sharding" in text
     assert "1 batch norm: statistics of one micro-batch at a time" in text.replace("\n            ", " ")
     assert "schedule    " + plan.schedule + ", batch 9 = 1 micro-batch of 5 + 1 of 4" in text
 

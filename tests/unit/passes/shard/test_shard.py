@@ -13,7 +13,7 @@ from passes.graph.verify import verify_graph
 from passes.shard.shard import ShardedGraph, shard_graph
 from passes.shard.words import FeaturePlacement
 from passes.trace.trace import trace
-from tests.distributed.sharded_models import BATCH, place
+from tests.distributed.sharded_models import BATCH, HEADS, FusedGpt, fused_batch, place
 
 
 class Repeats(nn.Module):
@@ -59,3 +59,12 @@ def test_ops_keep_their_names_beside_sizes() -> None:
     kept = {node.name: node.target for node in local.ops}
     tensors = [node for node in graph.ops if isinstance(node.meta["val"], Tensor)]
     assert [kept.get(node.name) for node in tensors] == [node.target for node in tensors]
+
+
+def test_heads_of_one_product_take_any_order_in_memory() -> None:
+    """Between the whole product and a rank's heads is a bridge, whose result lies in the order of its dimensions."""
+    graph = trace(FusedGpt().double(), dict(fused_batch(2)))
+    local = shard_graph(graph, place(graph, Mesh((0, 1), (2,), ("tensor",)), (HEADS,), 1)).graph
+    verify_graph(local, after="shard")
+    (attention,) = [n for n in local.ops if n.target is torch.ops.aten.scaled_dot_product_attention.default]
+    assert tuple(attention.meta["val"].shape[1:]) == (2, 4, 4)

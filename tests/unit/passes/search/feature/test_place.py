@@ -226,3 +226,26 @@ def test_an_empty_tensor_stays_whole() -> None:
     request = FeatureRequest(Job(4), mesh=(2,), pins={"*": "data"})
     result = place_features(graph, costs_of(graph, machine), machine, request)
     assert str(result.placement.choices["linear"][0]) == "S0 R~ R~ -> S0"
+
+
+class Wide(nn.Module):
+    """x [b, 1024]: a weight whose gradient is large."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Linear(1024, 2048, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        loss: torch.Tensor = self.w(x).square().mean()
+        return loss
+
+
+def test_the_bound_counts_no_sum_over_ranks_that_have_no_parts() -> None:
+    """A sum over 8 nodes of 8 is priced below one over the 8 nodes alone, 8 of which share the links: where the gradient is
+    whole on a node, that is no way to sum it."""
+    machine = ClusterSpec.parse("dgx-a100:8")
+    graph = trace(Wide(), {"x": torch.zeros(2, 1024)})
+    pins = {"w": "S0,R", "w.weight": "R,R"}
+    request = FeatureRequest(Job(512), mesh=(8, 8), microbatches=1, pins=pins)
+    found = place_features(graph, costs_of(graph, machine), machine, request)
+    assert found.proof.bound_seconds == pytest.approx(found.cost.seconds, rel=1e-6)

@@ -60,6 +60,23 @@ def test_no_grad_becomes_detach_with_values_and_origin() -> None:
     assert all(user.target == aten.detach.default for source in detached for user in source.users)
 
 
+class Heads(nn.Module):
+    """x [b, 4, 16]: what attention returns here is in one piece once transposed, so the exporter sees no ``contiguous``."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        heads = x.view(x.size(0), 4, 2, 8).transpose(1, 2)
+        y = F.scaled_dot_product_attention(heads, heads, heads)
+        return y.transpose(1, 2).contiguous().view(x.size(0), 4, 16)
+
+
+def test_a_view_of_moved_dimensions_takes_any_order_in_memory() -> None:
+    gm = simplify(export(Heads(), {"x": torch.randn(3, 4, 16)}).graph)
+    views = [
+        t for t in targets(gm) if t in (aten.view.default, aten.reshape.default, aten.contiguous.default)
+    ]
+    assert views == [aten.view.default, aten.reshape.default]
+
+
 class LostNoGrad(nn.Module):
     """The exporter loses ``no_grad`` inside ``autocast``: its own module trains ``frozen``."""
 
