@@ -41,7 +41,7 @@ COMMANDS = {
     "graph": (
         "graph:graph",
         "Draw a model's ops, a plan's stages, or what a rank runs.",
-        "MODEL|PLAN [--plan PLAN --rank N] [OPTIONS]",
+        "MODEL|PLAN [--plan PLAN --rank N] [OPTIONS] > FILE",
     ),
     "explain": (
         "explain:explain",
@@ -153,8 +153,12 @@ def _import_command(arguments: Sequence[str]) -> None:
 
 def _usage_error(error: cyclopts.CycloptsError, arguments: Sequence[str]) -> UsageError:
     command = arguments[0] if arguments and arguments[0] in COMMANDS else "COMMAND"
-    text = " ".join(str(error).split()).replace(f'"{plan_graph.NAME}"', '"plan"')
-    return UsageError("cannot read the command line", [text], [f"partitioner {command} --help"])
+    if isinstance(error, cyclopts.UnusedCliTokensError):
+        text = f"there are more arguments than it takes: {' '.join(error.unused_tokens or ())}"
+    else:
+        text = " ".join(str(error).split()).replace(f'"{plan_graph.NAME}"', '"plan"')
+    usage = [] if command == "COMMAND" else [f"partitioner {command} {COMMANDS[command][2]}"]
+    return UsageError("cannot read the command line", [text], [*usage, f"partitioner {command} --help"])
 
 
 def _failed(error: PartitionerError, arguments: Sequence[str], debug: bool) -> int:

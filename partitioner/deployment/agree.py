@@ -71,7 +71,7 @@ def ranks_or_differences(
                 f"the search left {idle} of {counted(len(plan.cluster.devices), 'device')} idle: no faster plan was found"
             )
             suggestions.append(
-                f"to use more devices: plan with min_stages={len(facts)}, or for a larger batch_size or model"
+                f'to use more devices: plan with strategy="auto", min_stages={len(facts)}, or a larger batch_size or model'
             )
     elif check_hosts:
         ranks, hosts = ranks_by_host(plan, [fact.place for fact in facts])

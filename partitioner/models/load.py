@@ -167,7 +167,7 @@ def parse_settings(
     result: dict[str, Any] = {}
     for key, text in values.items():
         if key not in parameters:
-            problems.append(f"{key} is no parameter")
+            problems.append(f"{key} is no parameter of the model's function")
             continue
         default = parameters[key].default
         fallback = str if default in (inspect.Parameter.empty, None) else type(default)
@@ -182,9 +182,8 @@ def parse_settings(
         valid = ", ".join(
             f"{n} ({' or '.join(map(_kind_name, _kinds(annotations.get(n, str))))})" for n in parameters
         )
-        raise UsageError(
-            "the settings do not fit the model", problems, [f"--set key=value with: {valid or 'none'}"]
-        )
+        way = f"--set key=value with: {valid}" if valid else "leave --set out: that function takes none"
+        raise UsageError("the settings do not fit the model", problems, [way])
     return result
 
 

@@ -128,8 +128,10 @@ def read_json(text: str, source: str, versions: Sequence[int]) -> dict[str, Any]
     try:
         data = json.loads(text, parse_int=_integer)
     except json.JSONDecodeError as error:
-        where = f"line {error.lineno}, column {error.colno}: {error.msg}"
-        raise PlanError(f"{source} is not JSON", [where], [GIVE_PLAN]) from error
+        because = [f"line {error.lineno}, column {error.colno}: {error.msg}"]
+        if error.pos and (error.pos >= len(text.rstrip()) or error.msg.startswith("Unterminated string")):
+            because.append("the file ends there: it was cut off")
+        raise PlanError(f"{source} is not JSON", because, [GIVE_PLAN]) from error
     except RecursionError as error:
         raise PlanError(f"{source} is not a plan", ["it is nested too deeply"], [ANEW]) from error
     if not isinstance(data, dict):

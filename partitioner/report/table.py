@@ -340,4 +340,8 @@ def _alternative_row(other: Alternative, step_seconds: float) -> list[str]:
 def _remarks(plan: PlanData) -> str:
     lines = [labelled("not tried", "; ".join(plan.not_considered))] if plan.not_considered else []
     lines += [labelled("note", note) for note in plan.notes]
+    idle = plan.cluster.world_size - plan.world_size
+    if idle and plan.strategy == "layer":
+        left = f"this plan leaves {counted(idle, 'device')} idle"
+        lines.append(labelled("try", f"strategy auto, which shares layers out as well: {left}"))
     return "\n".join(lines)

@@ -32,7 +32,8 @@ FLAGS: list[Case] = [
     ("plan NET --batch-size 8", 2, ("cannot read the command line", "--cluster requires an argument")),
     ("plan NET --cluster local:2", 2, ("cannot read the command line", "--batch-size requires an argument")),
     (f"plan NET {GOOD} --bath-size 4", 2, ("Unknown option: --bath-size. Did you mean --batch-size?",)),
-    (f"plan NET {GOOD} surplus", 2, ("cannot read the command line", "surplus")),
+    (f"plan NET {GOOD} surplus", 2, ("more arguments than it takes: surplus", "try: partitioner plan MODEL")),
+    ("graph NET -o g.svg", 2, ("Unknown option: -o", "[OPTIONS] > FILE")),
     ("plan NET --cluster local:2 --batch-size 0", 2, ("the batch size is 0, expected 1 to",)),
     ("plan NET --cluster local:2 --batch-size -8", 2, ("the batch size is -8, expected 1 to",)),
     ("plan NET --cluster local:2 --batch-size 2.5", 2, ("--batch-size: '2.5' is not a whole number",)),
@@ -308,6 +309,7 @@ PLANS: list[Case] = [
     ("show empty.yaml", 2, ("error[plan]: cannot read the plan empty.yaml", "it is empty")),
     ("show binary.yaml", 2, ("error[plan]: cannot read the plan binary.yaml", "byte 0 is not UTF-8 text")),
     ("show wrong.yaml", 2, ("error[plan]: wrong.yaml is not JSON", "line 1, column 1")),
+    ("show half.json", 2, ("error[plan]: half.json is not JSON", "the file ends there: it was cut off")),
     ("show cluster.json", 2, ("error[plan]: cluster.json is not a plan", "it has no schema_version")),
     ("show future.json", 2, ("future.json is a plan of another version", "try: update partitioner")),
     ("show edited.json", 2, ("edited.json is not a valid plan", "batch_size: input should be", "got 0")),
@@ -369,6 +371,7 @@ def files(folder: Path) -> None:
     (folder / "script.py").write_text("import sys; sys.exit('usage: me')")
     plan = partition(net(), ClusterSpec.local(2), batch_size=8).to_dict()
     (folder / "plan.json").write_text(json.dumps(plan))
+    (folder / "half.json").write_text(json.dumps(plan)[:1500])
     sharded = partition(net(), ClusterSpec.local(2), batch_size=8, strategy="feature").to_dict()
     (folder / "sharded.json").write_text(json.dumps(sharded))
     sharded["stages"][0]["sharding"]["choices"]["linear"] = ["S0 S0 R -> S0"]

@@ -207,6 +207,13 @@ def test_the_stages_of_a_plan_as_dot(golden: Golden) -> None:
     assert sent == [16 << 20]
 
 
+def test_a_plan_that_leaves_devices_idle_says_what_to_try() -> None:
+    assert "strategy auto, which shares layers out as well: this plan leaves 2 devices idle" in " ".join(
+        str(made_plan(gpus(4), (0, 1))).split()
+    )
+    assert "strategy auto" not in str(made_plan(gpus(2), (0, 1)))
+
+
 def test_launch_commands_name_every_node() -> None:
     plan = made_plan(ClusterSpec.preset("dgx-h100", nodes=2), tuple(range(16)))
     lines = plan.launch_command("gpt2", "my plan.json", 5).splitlines()
