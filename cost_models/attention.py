@@ -36,6 +36,8 @@ class AttentionCall:
     mask_dtype: torch.dtype | None = None
     mask_requires_grad: bool = False
     dropout: float = 0.0
+    causal: bool = False
+    """True if each query sees the keys up to its own place alone: fused kernels leave out what lies behind."""
 
     @property
     def rows(self) -> int:

@@ -370,6 +370,7 @@ def _device(node: NodeSpec) -> Device:
         memory_bandwidth_bytes_per_second=full.memory_bandwidth,
         flops_per_second=Rates(full.flops),
         launch_overhead_seconds=full.launch_overhead or 0.0,
+        kernel_overhead_seconds=full.kernel_overhead or 0.0,
         efficiency=Rates({**DEFAULT_EFFICIENCY[kind], **(full.efficiency or {})}),
         op_times=full.op_times,
     )

@@ -42,6 +42,7 @@ from cost_models.devices import DeviceKind
 from cost_models.node_names import expand_names
 from cost_models.op_profile import OpTimes
 from cost_models.presets import DEVICES, LINKS, MACHINES
+from cost_models.stacks import STACKS, efficiency_of
 from cost_models.units import BANDWIDTH_EXPECTED, SECONDS_EXPECTED, SIZE_EXPECTED, format_bytes, listed, show
 
 Duplex = Literal["full", "half"]
@@ -84,6 +85,8 @@ class DeviceSpec(Section):
     """``device``: a preset, or memory, memory_bandwidth and flops, or a preset with some keys overridden."""
 
     preset: Annotated[str | None, known_name(DEVICES, "a device")] = None
+    stack: Annotated[str | None, known_name(STACKS, "a stack")] = None
+    """The software whose speed is assumed of the preset (``cost_models.stacks``)."""
     name: Text | None = None
     kind: DeviceKind | None = None
     memory: Size | None = None
@@ -91,6 +94,7 @@ class DeviceSpec(Section):
     memory_bandwidth: Bandwidth | None = None
     flops: Flops | None = None
     launch_overhead: Seconds | None = None
+    kernel_overhead: Seconds | None = None
     efficiency: Efficiency | None = None
     op_times: OpTimesField | None = None
     """Measured seconds by kind of op (``cost_models.op_profile``); written by a calibration, not by hand."""
@@ -104,7 +108,12 @@ class DeviceSpec(Section):
 
     def resolved(self) -> DeviceSpec:
         """Return the section with the preset's keys filled in."""
-        return self.over(DeviceSpec.model_validate(DEVICES[self.preset])) if self.preset else self
+        if self.preset is None:
+            return self
+        base = {**DEVICES[self.preset], "efficiency": efficiency_of(self.preset, self.stack)}
+        if not base["efficiency"]:
+            del base["efficiency"]
+        return self.over(DeviceSpec.model_validate(base))
 
     def problems(self) -> list[Problem]:
         """List what is missing once the preset has given what it has."""

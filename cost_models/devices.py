@@ -16,17 +16,33 @@ DeviceKind: TypeAlias = Literal["cuda", "cpu"]
 RATE_NAMES = ("float64", "float32", "tf32", "bfloat16", "float16", "float8")
 """Keys of ``flops`` in a cluster file. ``tf32`` is a way to multiply float32, not a dtype."""
 
-EFFICIENCY_NAMES = ("matmul", "attention", "conv", "memory")
-"""Keys of ``efficiency``: the part of the peak that each kind of kernel reaches."""
+EFFICIENCY_NAMES = ("matmul", "attention", "attention_backward", "conv", "vector", "memory")
+"""Keys of ``efficiency``: the part of the peak that each kind of kernel reaches. ``vector``: products and convolutions in
+float32 and float64, where a GPU's peak is that of its plain cores and easier to reach."""
 
 DEFAULT_EFFICIENCY: Mapping[DeviceKind, Mapping[str, float]] = {
     # Rules of thumb, not measurements of your machine: calibrate to replace them.
     # matmul: cuBLAS reaches 0.7-0.8 of the dense tensor-core peak on large matrices (A100, H100).
-    # attention: FlashAttention-2 reports 0.5-0.73 on A100 (Dao 2023, arXiv:2307.08691), less on H100.
+    # attention: FlashAttention-2 reports 0.5-0.73 on A100 (Dao 2023, arXiv:2307.08691), less on H100; backward four fifths.
     # memory: STREAM-like copies reach 0.8-0.9 of the data sheet's bandwidth.
-    "cuda": {"matmul": 0.7, "attention": 0.5, "conv": 0.5, "memory": 0.8},
+    # vector: float32 products reach 0.90-0.97 of an A100's peak, 0.89 of a V100's, 0.77 of an H100's.
+    "cuda": {
+        "matmul": 0.7,
+        "attention": 0.5,
+        "attention_backward": 0.4,
+        "conv": 0.5,
+        "vector": 0.9,
+        "memory": 0.8,
+    },
     # A CPU worker's peak is itself a measured matmul rate, so matmul is 1.
-    "cpu": {"matmul": 1.0, "attention": 0.8, "conv": 1.0, "memory": 1.0},
+    "cpu": {
+        "matmul": 1.0,
+        "attention": 0.8,
+        "attention_backward": 0.8,
+        "conv": 1.0,
+        "vector": 1.0,
+        "memory": 1.0,
+    },
 }
 
 _RATE_OF_DTYPE: Mapping[torch.dtype, str] = {
@@ -93,6 +109,8 @@ class Device:
     """Dense peak per rate name (``RATE_NAMES``)."""
     launch_overhead_seconds: float
     """Host time to start one operation; on a GPU it overlaps with the kernels before it."""
+    kernel_overhead_seconds: float
+    """Time in which a kernel starts and ends and computes nothing; none on a CPU."""
     efficiency: Rates
     """Part of the peak that is reached, in (0, 1], per kind of kernel (``EFFICIENCY_NAMES``)."""
     op_times: OpTimes | None = None

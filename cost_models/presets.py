@@ -4,6 +4,8 @@ Rates are *dense* (data sheets headline the sparse ones, twice as high) and per 
 Memory is what ``torch.cuda.get_device_properties(0).total_memory`` reports, not what the box says;
 ``memory_reserved`` is kept free on top: the CUDA context (about 0.5 GiB), NCCL's buffers, fragmentation. It is an
 allowance, not a measurement. ``launch_overhead`` (5 us for an eager PyTorch operation on the host) is one as well.
+``kernel_overhead``: the smallest products in OpenXLA's table for an H100 take 5.2 us, of which their work is 0.1
+(xla/service/gpu/model/matmul_interpolator_data.h); elementwise kernels take 2 to 3; 4 between them.
 
 Sources
     [V100]  NVIDIA V100 data sheet (2020), SXM2           [A100]  NVIDIA A100 80GB data sheet (2021), SXM
@@ -15,6 +17,9 @@ Sources
     [PCIe]  PCI-SIG base specifications: 16 lanes, after line coding (8b/10b for 2.0, else 128b/130b)
     [NCCL]  the latency table in NVIDIA/nccl src/graph/tuning.cc, ring, simple protocol: NVLink 3.4 us,
             PCI 5.7 us, network 9.6 us
+    [RING]  bandwidth that NCCL's rings reach with 1 GiB and more on eight devices (``busbw`` of nccl-tests): V100 129-135
+            (OCI's tutorial), A100 235 (microsoft/superbenchmark's log of Azure NDv4), H100 357-369 (NVIDIA/nccl issue
+            1047, NVIDIA/dgxc-benchmarking with NVLS off). Data sheets have 150, 300 and 450
     [DGX]   NVIDIA DGX-1, DGX A100 and DGX H100 user guides
 """
 
@@ -41,6 +46,15 @@ _H100_FLOPS = {
 }
 
 DEVICES: Mapping[str, Data] = {
+    "V100-16GB": {
+        "kind": "cuda",
+        "memory": "15.78GiB",  # [mem]
+        "memory_reserved": "1GiB",
+        "memory_bandwidth": "900GB/s",  # [V100]
+        "flops": {"float64": "7.8T", "float32": "15.7T", "float16": "125T"},  # [V100], as below
+        "launch_overhead": "5us",
+        "kernel_overhead": "4us",
+    },
     "V100-32GB": {
         "kind": "cuda",
         "memory": "31.74GiB",  # [mem]
@@ -49,6 +63,7 @@ DEVICES: Mapping[str, Data] = {
         # [V100]; the 125 are tensor cores. No bfloat16 in hardware, so it is absent and refused.
         "flops": {"float64": "7.8T", "float32": "15.7T", "float16": "125T"},
         "launch_overhead": "5us",
+        "kernel_overhead": "4us",
     },
     "A100-40GB": {
         "kind": "cuda",
@@ -57,6 +72,7 @@ DEVICES: Mapping[str, Data] = {
         "memory_bandwidth": "1555GB/s",  # [A100], the 40 GB card
         "flops": _A100_FLOPS,
         "launch_overhead": "5us",
+        "kernel_overhead": "4us",
     },
     "A100-80GB": {
         "kind": "cuda",
@@ -65,6 +81,7 @@ DEVICES: Mapping[str, Data] = {
         "memory_bandwidth": "2039GB/s",  # [A100]
         "flops": _A100_FLOPS,
         "launch_overhead": "5us",
+        "kernel_overhead": "4us",
     },
     "H100-80GB": {
         "kind": "cuda",
@@ -73,6 +90,7 @@ DEVICES: Mapping[str, Data] = {
         "memory_bandwidth": "3350GB/s",  # [H100]
         "flops": _H100_FLOPS,
         "launch_overhead": "5us",
+        "kernel_overhead": "4us",
     },
     "H200-141GB": {
         "kind": "cuda",
@@ -81,6 +99,7 @@ DEVICES: Mapping[str, Data] = {
         "memory_bandwidth": "4800GB/s",  # [H200]
         "flops": _H100_FLOPS,  # [H200]: the compute of an H100
         "launch_overhead": "5us",
+        "kernel_overhead": "4us",
     },
     "TitanX-12GB": {
         "kind": "cuda",
@@ -90,6 +109,7 @@ DEVICES: Mapping[str, Data] = {
         # [TX]: 3072 cores × 2 × 1.075 GHz boost. float16 is computed as float32, so it is absent.
         "flops": {"float64": "0.206T", "float32": "6.6T"},
         "launch_overhead": "5us",
+        "kernel_overhead": "4us",
     },
     "GTX580-3GB": {
         "kind": "cuda",
@@ -112,14 +132,14 @@ DEVICES: Mapping[str, Data] = {
 }
 
 # --------------------------------------------------------------------------------------------------
-# Links: bandwidth per direction, one-way latency. NVLink is what one device has in all (all its links together).
+# Links: bandwidth per direction as it is reached, one-way latency. NVLink is what one device has in all (all its links).
 
 LINKS: Mapping[str, Data] = {
-    "NVLink2": {"bandwidth": "150GB/s", "latency": "3.4us"},  # [V100] 6 links × 25 GB/s; [NCCL]
-    "NVLink3": {"bandwidth": "300GB/s", "latency": "3.4us"},  # [A100] 12 × 25 GB/s; [NCCL]
-    "NVLink4": {"bandwidth": "450GB/s", "latency": "3.4us"},  # [H100] 18 × 25 GB/s; [NCCL]
+    "NVLink2": {"bandwidth": "130GB/s", "latency": "3.4us"},  # [V100] of 6 × 25 GB/s; [RING] 129-135; [NCCL]
+    "NVLink3": {"bandwidth": "235GB/s", "latency": "3.4us"},  # [A100] of 12 × 25 GB/s; [RING]; [NCCL]
+    "NVLink4": {"bandwidth": "365GB/s", "latency": "3.4us"},  # [H100] of 18 × 25 GB/s; [RING] 357-369; [NCCL]
     # NVSwitch joins all devices of a machine at each one's full NVLink rate: here of the DGX H100.
-    "NVSwitch": {"bandwidth": "450GB/s", "latency": "3.4us"},  # [DGX]; [NCCL]
+    "NVSwitch": {"bandwidth": "365GB/s", "latency": "3.4us"},  # [DGX]; [RING]; [NCCL]
     "PCIe2": {"bandwidth": "8GB/s", "latency": "5.7us"},  # [PCIe] 16 × 5 GT/s; [NCCL]
     "PCIe3": {"bandwidth": "15.75GB/s", "latency": "5.7us"},  # [PCIe] 16 × 8 GT/s; [NCCL]
     "PCIe4": {"bandwidth": "31.5GB/s", "latency": "5.7us"},  # [PCIe] 16 × 16 GT/s; [NCCL]
@@ -177,6 +197,7 @@ MACHINE_NETWORKS: Mapping[str, Data] = {
 }
 
 DEVICE_LINKS: Mapping[str, str] = {
+    "V100-16GB": "NVLink2",
     "V100-32GB": "NVLink2",
     "A100-40GB": "NVLink3",
     "A100-80GB": "NVLink3",

@@ -36,7 +36,14 @@ from passes.costs.extra_work import extra_work
 from passes.costs.profiled_once import profile_once
 from passes.costs.saved import OpProfile
 from passes.costs.seconds import OpRates, OpTable
-from passes.costs.size_model import OUTPUT_BYTES, WORK_FIELDS, SizeModel, at_one_sample, at_one_size, fit
+from passes.costs.size_model import (
+    OUTPUT_BYTES,
+    WORK_FIELDS,
+    SizeModel,
+    at_one_sample,
+    at_one_size,
+    fit,
+)
 from passes.costs.storages import StorageTable, name_storages
 from passes.graph.graph import OpGraph, once_per_graph
 from passes.graph.signatures import Signature, SignatureTable, group_by_signature
@@ -274,6 +281,7 @@ def _assemble(
                 (_dtype(signature), structure.op_class)
                 for signature, structure in zip(table.signatures, model.structures, strict=True)
             ),
+            shares=np.array([structure.share for structure in model.structures], dtype=np.float64),
             kinds=tuple(kind_of(signature.target) for signature in table.signatures),
             extra=extra_work(graph, table, storages),
         ),

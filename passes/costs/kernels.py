@@ -85,6 +85,8 @@ class KernelCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torc
         self._flops = self._bytes = self._launches = 0
         self.op_class: OpClass = "memory"
         """The class of the arithmetic that was seen so far."""
+        self.share = 1.0
+        """Arithmetic that a GPU seems to do over that which is counted, where operands are not aligned."""
 
     def take(self) -> KernelCounts:
         """Return the counts since the last call."""
@@ -127,6 +129,23 @@ class KernelCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torc
                 self.op_class = "conv"
             elif self.op_class == "memory":
                 self.op_class = "attention" if "attention" in op.__name__ else "matmul"
+                if self.op_class == "matmul":
+                    self.share = max(self.share, *map(_misaligned, _tensors((*args, result))))
+
+
+def _misaligned(tensor: torch.Tensor) -> float:
+    """Return how many times as long a product takes whose operand or result is ``tensor``, for where its rows begin.
+
+    Tensor cores load 16 bytes at a time. Measured on an A100 in float16, 8,192 x 14,336 by 51,136 to 51,216 columns, over
+    the time with a multiple of 16 columns (EleutherAI/cookbook, sizing/results, vocabulary sweep): 0.29 of the speed
+    with odd, 0.55 with even numbers, 0.89 with multiples of 8. Types of 32 bits are taken as they are.
+    """
+    if tensor.dim() < 2 or tensor.dtype.itemsize != 2:
+        return 1.0
+    between = max(tensor.stride()[-2:])
+    if between % 16 == 0 or 1 in tensor.shape[-2:]:
+        return 1.0
+    return 1 / 0.89 if between % 8 == 0 else 1 / 0.55 if between % 2 == 0 else 1 / 0.29
 
 
 def _tensors(value: Any) -> list[torch.Tensor]:

@@ -30,10 +30,11 @@ from cost_models.attention import (
     transferred_bytes,
 )
 from cost_models.compute import OpClass, OpWork
+from passes.costs.attention_calls import attention_call
 from passes.costs.kernels import KernelCounter, KernelCounts
 from passes.costs.opaque import guessed_flops, measured_work
 from passes.graph.nodes import tensors_in
-from passes.graph.signatures import Signature, called, concrete, concrete_arguments
+from passes.graph.signatures import Signature, concrete, concrete_arguments
 from runtime.ops.bridges import is_bridge
 from runtime.ops.opaque import Opaque, no_compile
 from runtime.segment.code import TensorSpec
@@ -65,6 +66,8 @@ class OpStructure:
     saved: tuple[tuple[SavedPlace, int], ...] = ()
     own_storages: int = 0
     attention_backend: str | None = None
+    share: float = 1.0
+    """Arithmetic that the device does over that which is counted (``cost_models.compute``)."""
     estimated: bool = False
     """The op could not be run alone (bytes come from shapes, and its inputs and outputs count as saved), or the device
     runs it as one kernel whose workspace is its own secret."""
@@ -140,7 +143,7 @@ def _profile_opaque(
         own_storages=1,
         estimated=False,
     )
-    return OpProfile(structure, work, guess.output_bytes, (*guess.storage_bytes, own_bytes))
+    return replace(guess, structure=structure, work=work, storage_bytes=(*guess.storage_bytes, own_bytes))
 
 
 class _Run:
@@ -260,33 +263,16 @@ class _Run:
         ]
         opaque = self._signature.target in _OPAQUE
         structure = OpStructure(
-            self._counter.op_class, alias, shared, tuple(places), len(own), backend, opaque
+            self._counter.op_class,
+            alias,
+            shared,
+            tuple(places),
+            len(own),
+            backend,
+            self._counter.share if self._device_kind == "cuda" else 1.0,
+            opaque,
         )
         return structure, (*fresh, *own.values())
-
-
-def attention_call(signature: Signature, symbols: Mapping[sympy.Symbol, int]) -> AttentionCall | None:
-    """Return the attention that the op computes, or None if it is another op."""
-    target, given = called(signature.exemplar)
-    if target is not aten.scaled_dot_product_attention.default:
-        return None
-    arguments = dict(
-        zip(("query", "key", "value", "attn_mask", "dropout_p", "is_causal"), given, strict=False)
-    )
-    arguments.update(signature.exemplar.kwargs)
-    shapes = [tuple(concrete(size, symbols) for size in o.spec.shape) for o in signature.operands]
-    mask = signature.operands[3] if len(signature.operands) > 3 else None
-    dropout = arguments.get("dropout_p", 0.0)
-    return AttentionCall(
-        query=shapes[0],
-        key=shapes[1],
-        value=shapes[2],
-        dtype=signature.operands[0].spec.dtype,
-        mask=shapes[3] if mask is not None else None,
-        mask_dtype=mask.spec.dtype if mask is not None else None,
-        mask_requires_grad=mask is not None and mask.role != "none",
-        dropout=float(dropout) if isinstance(dropout, int | float) else 0.0,
-    )
 
 
 def _profile_attention(signature: Signature, call: AttentionCall, backend: str) -> OpProfile:
@@ -319,7 +305,9 @@ def _profile_attention(signature: Signature, call: AttentionCall, backend: str) 
         else:
             places.append(("output", 0) if kept == "out" else ("operand", operand[kept]))
     out_bytes = math.prod(out) * call.dtype.itemsize
-    structure = OpStructure("attention", (None,), (0,), tuple(places), len(own), backend)
+    structure = OpStructure(
+        "attention", (None,), (0,), tuple(places), len(own), backend, share=0.5 if call.causal else 1.0
+    )
     return OpProfile(structure, work, out_bytes, (output_storage_bytes(backend, call), *own))
 
 

@@ -52,13 +52,15 @@ class OpRates:
     """[rows] number of each op's signature (``passes.graph.signatures``): ops with one number are the same op."""
     bounds: tuple[tuple[torch.dtype, OpClass], ...]
     """(data type, class) of each signature's arithmetic."""
+    shares: FloatArray
+    """Arithmetic that each signature does over that which is counted (``cost_models.compute``)."""
     kinds: tuple[str, ...]
     """The kind that each signature is charged as on a calibrated device (``cost_models.op_cases.kind_of``)."""
     extra: Extra
 
     def rows(self, ops: IndexArray) -> OpRates:
         """Take the rows of these ops, in this order."""
-        return OpRates(self.signature_of[ops], self.bounds, self.kinds, self.extra.rows(ops))
+        return OpRates(self.signature_of[ops], self.bounds, self.shares, self.kinds, self.extra.rows(ops))
 
     def phases(self, work: OpTable, device: ComputeDevice) -> tuple[PhaseSeconds, ...]:
         """Compute kernel and launch seconds of each row of ``work``: forward, input half, weight half."""
@@ -84,7 +86,8 @@ class OpRates:
         )
         bandwidth = device.memory_bandwidth_bytes_per_second
         times = getattr(device, "op_times", None)
-        return device.kind, bandwidth, device.launch_overhead_seconds, efficiency, peaks, times
+        overheads = device.launch_overhead_seconds, device.kernel_overhead_seconds
+        return device.kind, bandwidth, overheads, efficiency, peaks, times
 
     def _bound_of(self) -> IndexArray:
         """Return the number of the first signature with each row's data type and class: [rows]."""
@@ -96,12 +99,22 @@ class OpRates:
         flops = getattr(work, f"{phase}_flops")
         moved = getattr(work, f"{phase}_bytes")
         kernel = np.zeros(len(self.signature_of))
-        bound_of = self._bound_of()
+        bound_of, shares = self._bound_of(), self.shares[self.signature_of]
         for bound in np.unique(bound_of):
             members = bound_of == bound
             dtype, op_class = self.bounds[bound]
-            kernel[members] = kernel_seconds(flops[members], moved[members], device, dtype, op_class)
-        return PhaseSeconds(kernel, getattr(work, f"{phase}_launches") * device.launch_overhead_seconds)
+            kernel[members] = kernel_seconds(
+                flops[members],
+                moved[members],
+                device,
+                dtype,
+                op_class,
+                share=shares[members],
+                backward=phase != "forward",
+            )
+        launches = getattr(work, f"{phase}_launches")
+        kernel += np.where(moved > 0, launches * device.kernel_overhead_seconds, 0.0)  # a view runs no kernel
+        return PhaseSeconds(kernel, launches * device.launch_overhead_seconds)
 
     def _measured(self, work: OpTable, phase: Phase, device: ComputeDevice, times: OpTimes) -> PhaseSeconds:
         """Charge each op what a calibration measured of its kind; launching is part of that."""

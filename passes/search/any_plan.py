@@ -246,14 +246,16 @@ def _rates(graph: OpGraph, costs: GraphCosts, job: Job, device: Device) -> _Rate
     if times is not None and isinstance(known := times.get(OPTIMIZER + job.optimizer, "forward"), CostLine):
         optimizer = total.trained * known.seconds_per_byte
     bounds = costs.rates.bounds
-    arithmetic = max(device.efficiency[name] for name in ("matmul", "attention", "conv"))
+    arithmetic = max(
+        device.efficiency[name] for name in ("matmul", "attention", "attention_backward", "conv", "vector")
+    )
     per_flop = np.zeros(len(bounds))
     least = None if times is None else _least(times)
     for number, (dtype, op_class) in enumerate(bounds):
         if op_class == "memory":
             continue
         if least is None:
-            per_flop[number] = 1.0 / (device.peak_flops(dtype) * arithmetic)
+            per_flop[number] = costs.rates.shares[number] / (device.peak_flops(dtype) * arithmetic)
         else:
             per_flop[number] = least.per_flop * device.peak_flops(torch.float32) / device.peak_flops(dtype)
     if least is None:

@@ -61,10 +61,17 @@ class ModelWithLoss(nn.Module):
         self._with_outputs = not training
         self._casts_to = None if precision is None else precision.casts_to
         self._assignments_as_writes = assignments_as_writes
+        self._autocasts = _autocasts_around()
         self.record = OutputRecord()
 
     def forward(self, *leaves: Tensor) -> tuple[Tensor, ...]:
-        """Run the traced computation."""
+        """Run the traced computation, under the autocast in which this module was made."""
+        with contextlib.ExitStack() as autocasts:
+            for device_type, dtype in self._autocasts:
+                autocasts.enter_context(torch.autocast(device_type, dtype=dtype))
+            return self._run(leaves)
+
+    def _run(self, leaves: Sequence[Tensor]) -> tuple[Tensor, ...]:
         batch = rebuild(self._batch[0], leaves)
         args, kwargs = forward_arguments(self.model, batch, self.loss_fn is not None)
         if self._casts_to is not None:
@@ -93,6 +100,24 @@ class ModelWithLoss(nn.Module):
         self.record.kinds = tuple(kind for kind, _, _ in found)
         self.record.names = tuple(name for _, name, _ in found)
         return tuple(tensor for _, _, tensor in found)
+
+
+def _autocasts_around() -> tuple[tuple[str, torch.dtype], ...]:
+    """List the autocasts that are on, as (device type, low precision).
+
+    Within the traced module they become regions whose casts the graph shows (``passes.trace.normal.autocast``); around the
+    export they would cast unseen, and the graph's ops would have operands of types that no kernel takes together.
+    """
+    kinds = ("cpu", "cuda")
+    return tuple((kind, torch.get_autocast_dtype(kind)) for kind in kinds if torch.is_autocast_enabled(kind))
+
+
+@contextlib.contextmanager
+def _no_autocast() -> Iterator[None]:
+    with contextlib.ExitStack() as off:
+        for device_type, _ in _autocasts_around():
+            off.enter_context(torch.autocast(device_type, enabled=False))
+        yield
 
 
 def _python_numbers(model: nn.Module) -> dict[str, int | float]:
@@ -253,7 +278,7 @@ def export(
 ) -> ExportedProgram:
     """Export with the dimensions in ``symbolic`` left open if the model's code leaves them open."""
     shapes = tuple(dict.fromkeys(sorted(symbolic[name]), Dim.AUTO) for name in leaves)
-    with tracing(TracingContext(fake_mode)):
+    with tracing(TracingContext(fake_mode)), _no_autocast():
         program = torch.export.export(
             module, tuple(leaves.values()), dynamic_shapes=(shapes,) if shapes else None, strict=False
         )

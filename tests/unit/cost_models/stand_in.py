@@ -8,7 +8,9 @@ from typing import Literal
 
 import torch
 
-ALL = {"matmul": 1.0, "attention": 1.0, "conv": 1.0, "memory": 1.0}
+from cost_models.devices import EFFICIENCY_NAMES
+
+ALL = dict.fromkeys(EFFICIENCY_NAMES, 1.0)
 
 
 @dataclass(frozen=True, eq=False)
@@ -18,6 +20,7 @@ class StandIn:
     kind: Literal["cuda", "cpu"] = "cuda"
     memory_bandwidth_bytes_per_second: float = 1e9
     launch_overhead_seconds: float = 1e-6
+    kernel_overhead_seconds: float = 0.0
     efficiency: Mapping[str, float] = field(default_factory=lambda: dict(ALL))
     peak: float = 1e9
 

@@ -11,7 +11,9 @@ from pydantic import BaseModel, ValidationError
 
 from cost_models import host
 from cost_models.cluster import ClusterSpec, MeasuredRates
+from cost_models.devices import DEFAULT_EFFICIENCY
 from cost_models.errors import ClusterError
+from cost_models.stacks import NEWEST, STACKS
 
 TWO_KINDS = {
     "nodes": [
@@ -45,7 +47,7 @@ def test_the_machines_of_the_command_line() -> None:
     four = ClusterSpec.parse("H100-80GB:4")
     assert four.world_size == 4
     assert four.ranks_per_node == ((0, 1, 2, 3),)
-    assert four.path(0, 3).bandwidth_bytes_per_second == 450e9
+    assert four.path(0, 3).bandwidth_bytes_per_second == 365e9
     assert ClusterSpec.parse("local:3").world_size == 3
 
 
@@ -120,9 +122,24 @@ def test_flops_replace_the_presets_and_efficiency_adds_to_it() -> None:
     device = {"preset": "H100-80GB", "flops": {"bfloat16": "700T"}, "efficiency": {"matmul": 0.9}}
     rank = ClusterSpec.from_dict({"nodes": [{"device": device}]}).devices[0]
     assert dict(rank.flops_per_second) == {"bfloat16": 700e12}
-    assert dict(rank.efficiency) == {"matmul": 0.9, "attention": 0.5, "conv": 0.5, "memory": 0.8}
+    assert dict(rank.efficiency) == {
+        **DEFAULT_EFFICIENCY["cuda"],
+        **STACKS[NEWEST]["H100-80GB"],
+        "matmul": 0.9,
+    }
     one_number = ClusterSpec.from_dict({"nodes": [{"device": {"preset": "H100-80GB", "efficiency": 0.5}}]})
     assert set(one_number.devices[0].efficiency.values()) == {0.5}
+
+
+def test_a_stack_says_how_fast_the_software_of_a_time_was() -> None:
+    def attention(**keys: str) -> float:
+        device = ClusterSpec.from_dict({"nodes": [{"device": {"preset": "H100-80GB", **keys}}]}).devices[0]
+        return device.efficiency["attention_backward"]
+
+    assert attention() == attention(stack=NEWEST) == STACKS[NEWEST]["H100-80GB"]["attention_backward"]
+    assert attention(stack="2023") < attention()
+    with pytest.raises(ClusterError, match="a stack"):
+        attention(stack="1999")
 
 
 def test_local_workers_share_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -184,6 +201,6 @@ def test_describe_says_what_is_there() -> None:
     assert ClusterSpec.preset("dgx-h100", nodes=8).describe() == (
         "dgx-h100:8: 64 devices on 8 nodes (defaults)\n"
         "  64 × H100-80GB: 78.1 GiB usable at 3.35 TB/s, 1.98 PFLOP/s float8\n"
-        "  inside a node: 450 GB/s, 3.40 us\n"
+        "  inside a node: 365 GB/s, 3.40 us\n"
         "  between nodes: 50.0 GB/s, 9.60 us"
     )

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from cost_models.cluster import ClusterSpec
+from cost_models.devices import DEFAULT_EFFICIENCY
 from cost_models.links import fair_rates
 
 EXAMPLES = Path(__file__).parents[3] / "docs" / "clusters"
@@ -31,9 +32,13 @@ def test_two_unlike_nodes() -> None:
     assert (workstation.model, workstation.host) == ("RTX-4090", "192.168.1.11")
     assert workstation.memory_bytes == round(23.6 * 2**30) - 600 * 2**20
     assert workstation.flops_per_second["bfloat16"] == 165.2e12
-    assert dict(workstation.efficiency) == {"matmul": 0.8, "attention": 0.6, "conv": 0.5, "memory": 0.8}
+    assert dict(workstation.efficiency) == {
+        **DEFAULT_EFFICIENCY["cuda"],
+        "matmul": 0.8,
+        "attention": 0.6,
+    }
     for a, b, bandwidth, latency in [
-        (0, 3, 300e9, 3.4e-6),
+        (0, 3, 235e9, 3.4e-6),
         (4, 5, 12e9, 10e-6),
         (3, 4, 3.125e9, 30e-6),
         (5, 0, 3.125e9, 30e-6),
@@ -51,7 +56,7 @@ def test_64_dgx_nodes_behind_an_oversubscribed_spine() -> None:
     assert cluster.devices[511].node_name == "dgx63"
     assert cluster.devices[511].host == "10.0.0.64"
     for a, b, bandwidth, latency in [
-        (0, 7, 450e9, 3.4e-6),  # one node
+        (0, 7, 365e9, 3.4e-6),  # one node
         (0, 8, 50e9, 9.6e-6),  # one leaf
         (0, 255, 50e9, 9.6e-6),  # the same leaf's last
         (255, 256, 50e9, 10.2e-6),  # neighbours by number, but across the spine

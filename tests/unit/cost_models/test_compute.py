@@ -19,10 +19,20 @@ from cost_models.memory import StateBytes
 from tests.unit.cost_models.stand_in import ALL, StandIn
 
 
-def test_the_roofline_is_the_slower_of_arithmetic_and_memory():
+def test_arithmetic_and_memory_traffic_add_up():
     device = StandIn()
-    assert kernel_seconds(2e9, 1e9, device, torch.float32, "matmul") == 2.0
-    assert kernel_seconds(1e9, 3e9, device, torch.float32, "matmul") == 3.0
+    assert kernel_seconds(2e9, 1e9, device, torch.float32, "matmul") == 3.0
+    assert kernel_seconds(1e9, 3e9, device, torch.float32, "matmul") == 4.0
+
+
+def test_a_causal_mask_leaves_half_of_the_arithmetic():
+    assert kernel_seconds(2e9, 1e9, StandIn(), torch.float32, "attention", share=0.5) == 2.0
+
+
+def test_attention_has_an_efficiency_of_its_own_in_backward():
+    device = StandIn(efficiency={**ALL, "attention": 0.5, "attention_backward": 0.25})
+    assert kernel_seconds(1e9, 0, device, torch.float32, "attention", backward=True) == 4.0
+    assert kernel_seconds(1e9, 0, device, torch.float32, "conv", backward=True) == 1.0
 
 
 def test_efficiency_is_taken_per_class_and_memory_has_its_own():

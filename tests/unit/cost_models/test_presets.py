@@ -11,6 +11,7 @@ from cost_models.devices import RATE_NAMES
 from cost_models.presets import DEVICE_LINKS, DEVICES, LINKS, MACHINE_NETWORKS, MACHINES
 
 NOMINAL_GB = {
+    "V100-16GB": 16,
     "V100-32GB": 32,
     "A100-40GB": 40,
     "A100-80GB": 80,

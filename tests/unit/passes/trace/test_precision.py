@@ -121,6 +121,21 @@ def test_composes_with_autocast():
     verify_graph(both, after="trace")
 
 
+def test_what_was_traced_under_autocast_runs_without():
+    """The casts are the graph's own: else its products would meet operands of two types."""
+    net, given = Net(), batch()
+    with torch.autocast("cpu", dtype=BF16):
+        graph = trace(net, given, loss_fn=loss_fn)
+        expected = loss_fn(net(given["x"]), given)
+    state = {**dict(net.named_parameters()), **dict(net.named_buffers())}
+    pools = {"parameter": state, "buffer": state, "constant": graph.constants, "batch": given}
+    assert any(node.target is torch.ops.aten.to.dtype for node in graph.ops)
+    found = graph.module(*(pools[each.kind][each.name] for each in graph.inputs))
+    loss = found[0] if isinstance(found, tuple) else found
+    assert loss.dtype == expected.dtype
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-3)
+
+
 def test_a_bfloat16_model_needs_no_casts():
     graph = trace(Net().to(BF16), {"x": batch()["x"].to(BF16), "y": batch()["y"]}, loss_fn=loss_fn)
     assert set(dtypes(graph, "parameter").values()) == {BF16, torch.int64}

@@ -11,7 +11,7 @@ import torch
 from torch import fx
 
 from cost_models.compute import OpSeconds
-from cost_models.devices import Device, Rates
+from cost_models.devices import EFFICIENCY_NAMES, Device, Rates
 from cost_models.links import Path
 from passes.graph.graph import GraphInput, GraphOutput, OpGraph, StateSpec
 from passes.lower.candidate import Candidate
@@ -166,9 +166,11 @@ class ToyCluster:
 
 def toy_cluster(speeds: Sequence[float], memory_bytes: Sequence[int], bandwidth: float = 1e6) -> ToyCluster:
     """A cluster of CPU devices; ``speeds`` in FLOP/s."""
-    ones = Rates(dict.fromkeys(("matmul", "attention", "conv", "memory"), 1.0))
+    ones = Rates(dict.fromkeys(EFFICIENCY_NAMES, 1.0))
     devices = tuple(
-        Device(r, 0, "node", None, f"toy{speed:g}", "cpu", memory, 1e9, Rates({"float32": speed}), 0.0, ones)
+        Device(
+            r, 0, "node", None, f"toy{speed:g}", "cpu", memory, 1e9, Rates({"float32": speed}), 0.0, 0.0, ones
+        )
         for r, (speed, memory) in enumerate(zip(speeds, memory_bytes, strict=True))
     )
     return ToyCluster(devices, bandwidth)

@@ -1,0 +1,264 @@
+"""Predicted beside published: steps that others measured on GPUs and published, predicted by the defaults of this package.
+
+    make published RUNS=runs.csv    = python -m benchmarks.published --runs runs.csv [--only GLOB] [--json rows.json]
+
+A row of ``--runs`` is one run: its model, cards, batch, and what a step took. Nothing is fitted here: each row is planned
+as it was run (one replica per device, ZeRO-3 where it was FSDP, so many micro-batches), and the error is what the
+simulation says over what was published, less one. Rows that are refused count as such.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import fnmatch
+import json
+import statistics
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from functools import lru_cache
+from pathlib import Path
+
+import torch
+
+from benchmarks.published_models import bert_large, gpt2, mpt, resnet50
+from cost_models.cluster import ClusterSpec
+from cost_models.errors import PartitionerError
+from cost_models.precision import Precision
+from cost_models.presets import MACHINE_NETWORKS
+from cost_models.rates import MeasuredRates
+from partitioner import Plan, partition
+from partitioner.models.as_graph import as_graph
+from partitioner.models.workload import Workload
+from passes.graph.graph import OpGraph
+
+CARDS = {
+    "v100_16gb": ("V100-16GB", "dgx-v100"),
+    "v100_32gb": ("V100-32GB", "dgx-v100"),
+    "a100_40gb": ("A100-40GB", "dgx-a100"),
+    "a100_80gb": ("A100-80GB", "dgx-a100"),
+    "h100_80gb": ("H100-80GB", "dgx-h100"),
+}
+"""The device's and the machine's preset of each card."""
+PER_MACHINE = 8
+
+
+@dataclass(frozen=True)
+class Run:
+    """One published run. ``peak_bytes``: 0 where it was not published."""
+
+    id: str
+    gpu: str
+    gpus: int
+    tokens: int
+    batch: int
+    microbatches: int
+    step_seconds: float
+    peak_bytes: float
+    source: str
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """A run beside its prediction; ``refused`` says why there is none."""
+
+    run: Run
+    step_seconds: float = 0.0
+    peak_bytes: float = 0.0
+    refused: str = ""
+
+    @property
+    def error(self) -> float:
+        return self.step_seconds / self.run.step_seconds - 1.0
+
+    @property
+    def memory_error(self) -> float:
+        return self.peak_bytes / self.run.peak_bytes - 1.0
+
+
+COLUMNS = (
+    "id",
+    "gpu",
+    "gpus",
+    "sequence",
+    "global_batch",
+    "microbatches",
+    "step_seconds",
+    "peak_memory_gib",
+    "source",
+)
+"""Columns of a file of runs; ``id`` names the model and how it was run, ``peak_memory_gib`` may be empty."""
+
+
+def read_runs(path: Path) -> list[Run]:
+    """Read a file of runs."""
+    with path.open(newline="") as file:
+        return [
+            Run(
+                row["id"],
+                row["gpu"],
+                int(row["gpus"]),
+                int(row["sequence"]),
+                int(row["global_batch"]),
+                int(row["microbatches"]),
+                float(row["step_seconds"]),
+                float(row["peak_memory_gib"] or 0) * 2**30,
+                row["source"],
+            )
+            for row in csv.DictReader(file)
+        ]
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What of a run decides its graph. ``autocast``: the type of a ``torch.autocast`` around the model."""
+
+    model: Callable[[], Workload]
+    precision: Precision | None = None
+    dtype: torch.dtype = torch.float32
+    autocast: torch.dtype | None = None
+    tf32: bool = False
+    optimizer: str = "adamw"
+    recompute: bool = False
+    zero: int = 0
+    stack: str | None = None
+
+
+def setting_of(run: Run) -> Setting:
+    """Return the setting that a run's name tells, as its README describes it."""
+    words = run.id.split("/")[0].split("-")
+    if words[0] == "mpt":
+        size, tokens = words[1], run.tokens
+        mixed = Precision(compute=torch.bfloat16)
+        return Setting(
+            lambda: mpt(size, tokens), mixed, recompute=run.id.endswith("/ac"), zero=3, stack="2023"
+        )
+    half = torch.float16 if {"fp16", "amp"} & set(words) else None
+    scaled = Precision(loss_scale="dynamic") if half else None
+    if words[0] == "dle":
+        return Setting(resnet50, scaled, autocast=half, optimizer="momentum")
+    if words[0] == "hf":
+        return Setting(bert_large, scaled, autocast=half, recompute="ckpt" in words)
+    own = "native" not in words
+    attention = "sdpa" if "flash" in words else "chain"
+    dtype = torch.bfloat16 if "bf16" in words else torch.float32
+    return Setting(lambda: gpt2(own, attention), dtype=dtype, tf32="tf32" in words)
+
+
+@lru_cache(maxsize=4)
+def _traced(name: str, tokens: int) -> OpGraph:
+    """Trace the model of the runs that begin with ``name``."""
+    setting = setting_of(Run(name, "", 1, tokens, 0, 1, 1.0, 0.0, ""))
+    workload = setting.model()
+    workload.model.to(setting.dtype)
+    cast = setting.autocast
+    with torch.autocast("cpu", dtype=cast or torch.bfloat16, enabled=cast is not None):
+        return as_graph(workload, precision=setting.precision)
+
+
+def cluster_of(run: Run, setting: Setting) -> ClusterSpec:
+    """Return the cards of a run, in machines of eight."""
+    device, machine = CARDS[run.gpu]
+    card = {"preset": device} | ({"stack": setting.stack} if setting.stack else {})
+    node = {"preset": machine, "count": PER_MACHINE, "device": card} if run.gpus > 1 else {"device": card}
+    nodes: dict[str, object] = {"nodes": [node] * -(-run.gpus // PER_MACHINE)}
+    if run.gpus > PER_MACHINE:
+        nodes["network"] = MACHINE_NETWORKS[machine]
+    cluster = ClusterSpec.model_validate(nodes)
+    if setting.tf32:
+        rates = cluster.devices[0].flops_per_second
+        part = cluster.devices[0].efficiency["matmul"]
+        products = MeasuredRates(flops_per_second={"float32": rates["tf32"]}, efficiency={"vector": part})
+        cluster = cluster.with_device_rates(products, provenance="float32 multiplied as tf32")
+    return cluster
+
+
+def planned(run: Run) -> Plan:
+    """Plan a run as it was run. Raises PartitionerError where it is refused."""
+    setting = setting_of(run)
+    graph = _traced(run.id.split("/")[0], run.tokens)
+    samples = run.batch // (run.gpus * run.microbatches)
+    fix = [f"data={run.gpus}", f"zero={setting.zero}", f"microbatch={samples}"]
+    fix.append(f"recompute={'full' if setting.recompute else 'none'}")
+    return partition(
+        graph,
+        cluster_of(run, setting),
+        strategy="hybrid",
+        fix=" ".join(fix),
+        batch_size=run.batch,
+        optimizer_memory=setting.optimizer,
+        check="off",
+    )
+
+
+def predicted(run: Run) -> Outcome:
+    """Predict one run."""
+    try:
+        plan = planned(run)
+    except PartitionerError as error:
+        return Outcome(run, refused="; ".join([error.what, *error.because])[:300])
+    prediction = plan.prediction
+    return Outcome(run, prediction.step_seconds, max(prediction.peak_memory_bytes.values()))
+
+
+def spread(errors: Sequence[float]) -> str:
+    """Summarize errors: median and mean of their sizes, share within 10%, median with sign."""
+    if not errors:
+        return "none"
+    sizes = [abs(error) for error in errors]
+    near = sum(size <= 0.1 for size in sizes) / len(sizes)
+    return (
+        f"{len(errors):4}  median {statistics.median(sizes):6.1%}  mean {statistics.fmean(sizes):6.1%}"
+        f"  within 10% {near:4.0%}  bias {statistics.median(errors):+6.1%}"
+    )
+
+
+def report(outcomes: Sequence[Outcome]) -> Iterator[str]:
+    """Yield the lines of the table and its summaries."""
+    yield f"{'run':44} {'published':>10} {'predicted':>10} {'error':>7} {'memory':>16}"
+    for outcome in outcomes:
+        run = outcome.run
+        if outcome.refused:
+            yield f"{run.id:44} refused: {outcome.refused}"
+            continue
+        memory = ""
+        if run.peak_bytes:
+            memory = f"{run.peak_bytes / 2**30:6.2f} {outcome.memory_error:+7.1%}"
+        yield (
+            f"{run.id:44} {run.step_seconds:9.3f}s {outcome.step_seconds:9.3f}s {outcome.error:+7.1%} {memory:>16}"
+        )
+    done = [outcome for outcome in outcomes if not outcome.refused]
+    groups: dict[str, list[Outcome]] = defaultdict(list)
+    for outcome in done:
+        groups["all"].append(outcome)
+        groups[f"card {outcome.run.gpu}"].append(outcome)
+        groups[f"source {outcome.run.id.split('-')[0]}"].append(outcome)
+    for name, members in sorted(groups.items()):
+        yield f"time    {name:20} {spread([member.error for member in members])}"
+    known = [outcome.memory_error for outcome in done if outcome.run.peak_bytes]
+    yield f"memory  {'all':20} {spread(known)}"
+    yield f"refused {len(outcomes) - len(done)} of {len(outcomes)}"
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Predict the rows and print them."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument(
+        "--runs", type=Path, required=True, help=f"a CSV file with the columns {', '.join(COLUMNS)}"
+    )
+    parser.add_argument("--only", default="*", help="glob over the runs' ids")
+    parser.add_argument("--json", type=Path, help="also write the rows here")
+    options = parser.parse_args(arguments)
+    runs = [run for run in read_runs(options.runs) if fnmatch.fnmatch(run.id, options.only)]
+    since = time.perf_counter()
+    outcomes = [predicted(run) for run in sorted(runs, key=lambda run: (run.id.split("/")[0], run.tokens))]
+    print("\n".join(report(outcomes)))
+    print(f"{time.perf_counter() - since:.0f} s")
+    if options.json:
+        options.json.write_text(json.dumps([asdict(outcome) for outcome in outcomes], indent=1))
+
+
+if __name__ == "__main__":
+    main()

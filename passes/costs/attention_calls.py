@@ -1,0 +1,38 @@
+"""The attention that an op of a graph computes, in numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import sympy
+import torch
+
+from cost_models.attention import AttentionCall
+from passes.graph.signatures import Signature, called, concrete
+
+aten = torch.ops.aten
+
+
+def attention_call(signature: Signature, symbols: Mapping[sympy.Symbol, int]) -> AttentionCall | None:
+    """Return the attention that the op computes, or None if it is another op."""
+    target, given = called(signature.exemplar)
+    if target is not aten.scaled_dot_product_attention.default:
+        return None
+    arguments = dict(
+        zip(("query", "key", "value", "attn_mask", "dropout_p", "is_causal"), given, strict=False)
+    )
+    arguments.update(signature.exemplar.kwargs)
+    shapes = [tuple(concrete(size, symbols) for size in o.spec.shape) for o in signature.operands]
+    mask = signature.operands[3] if len(signature.operands) > 3 else None
+    dropout = arguments.get("dropout_p", 0.0)
+    return AttentionCall(
+        query=shapes[0],
+        key=shapes[1],
+        value=shapes[2],
+        dtype=signature.operands[0].spec.dtype,
+        mask=shapes[3] if mask is not None else None,
+        mask_dtype=mask.spec.dtype if mask is not None else None,
+        mask_requires_grad=mask is not None and mask.role != "none",
+        dropout=float(dropout) if isinstance(dropout, int | float) else 0.0,
+        causal=bool(arguments.get("is_causal", False)),
+    )
