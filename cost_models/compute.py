@@ -12,11 +12,12 @@ Symbols
     s   arithmetic that is done over that which is counted: 1/2 of attention with a causal mask; more than 1 where operands
         are not aligned, as if more of it were done
 
-    kernel time   t = k + s·W / (P · e_class) + Q / (B · e_memory)
+    GPU kernel    t = k + s·W / (P · e_class) + Q / (B · e_memory)
+    CPU kernel    t = max(s·W / (P · e_class), Q / (B · e_memory))      the roofline (Williams, Waterman, Patterson 2009)
 
-The two parts add up, for a product's first operands are loaded and its last results stored while nothing is multiplied: of
-public tables of matrix products, this fits those of A100 and V100 with a median error of 2.5 and 4.3%, where the longer
-part alone (the roofline of Williams, Waterman, Patterson 2009) has 3.4 and 5.1%.
+On a GPU the two parts add up, for a product's first operands are loaded and its last results stored while nothing is
+multiplied: of public tables of matrix products, this fits those of A100 and V100 with a median error of 2.5 and 4.3%, where
+the roofline has 3.4 and 5.1%. A CPU core's caches hide the shorter part: one core's products are within 6% of the roofline.
 
     CPU segment   Σ (o·launches + t)      the host computes, so nothing overlaps
     GPU segment   max(Σ o·launches, Σ t)  the host runs ahead and launches while the device computes
@@ -33,7 +34,7 @@ import torch
 from numpy.typing import NDArray
 
 from cost_models.arrays import FloatArray
-from cost_models.memory import OPTIMIZERS, StateBytes
+from cost_models.memory import StateBytes
 from cost_models.op_profile import CostLine, OpTimes
 
 OpClass: TypeAlias = Literal["matmul", "attention", "conv", "memory"]
@@ -108,7 +109,8 @@ def kernel_seconds(
     if not arithmetic.any():  # do not ask a device for the rate of a type it cannot multiply
         return memory
     rate = device.peak_flops(dtype) * device.efficiency[efficiency_name(op_class, dtype, backward)]
-    kernel: FloatArray = share * arithmetic / rate + memory
+    computing = share * arithmetic / rate
+    kernel: FloatArray = computing + memory if device.kind == "cuda" else np.maximum(computing, memory)
     return kernel
 
 
@@ -153,12 +155,11 @@ def additive_seconds(phase: PhaseSeconds, device: ComputeDevice) -> FloatArray:
 def optimizer_seconds(
     state: StateBytes, device: ComputeDevice, optimizer: str | None = None, tensors: int = 0
 ) -> float:
-    """Time of an optimizer step, bound by memory.
+    """Time of an optimizer step, bound by memory: parameters and state read and written, gradients read once.
 
-    ``t = (passes · trained + cast) / (B · e_memory)`` with B the memory bandwidth in bytes/s and the ``passes`` of
-    ``cost_models.memory.OPTIMIZERS``; without ``optimizer`` those of one fused kernel, which reads and writes parameters
-    and state and reads gradients, ``3 · trained + 2 · state``. Gradients have the owners' type by then, ``cast`` is the
-    traffic of the casts to it and of the updated owners to the leaves. Frozen parameters are not touched.
+    ``t = (3·trained + 2·state + cast) / (B · e_memory)`` with B the memory bandwidth in bytes/s, as for the fused
+    (multi-tensor) implementations: gradients have the owners' type by then, ``cast`` is the traffic of the casts to it
+    and of the updated owners to the leaves. Frozen parameters are not touched.
 
     Where a calibration measured ``optimizer`` on the device: ``o · tensors + trained · seconds per byte``, and the casts.
     """
@@ -168,7 +169,4 @@ def optimizer_seconds(
     if isinstance(measured, CostLine):
         step = tensors * measured.overhead_seconds + state.trained * measured.seconds_per_byte
         return step + state.cast / bandwidth
-    touched = 3 * state.trained + 2 * state.optimizer_state
-    if optimizer is not None:
-        touched = OPTIMIZERS[optimizer].passes * state.trained
-    return (touched + state.cast) / bandwidth
+    return (3 * state.trained + 2 * state.optimizer_state + state.cast) / bandwidth

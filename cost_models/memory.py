@@ -23,25 +23,21 @@ class OptimizerMemory:
     """State that an optimizer of ``torch.optim`` keeps per trainable parameter.
 
     ``copies``: tensors of the owner's size and data type. ``step_bytes``: its scalar counter, a 32-bit float
-    that ``torch.optim`` keeps on the host unless it is fused or capturable; counted all the same. ``passes``: tensors of
-    the owner's size that a step reads and writes, each of its elementwise kernels by itself, as ``torch.optim`` runs
-    them unless it is told ``fused=True`` (of AdamW: decay 2, first moment 3, second 2 + 4, root 2, its scaling 2 + 2,
-    update 4).
+    that ``torch.optim`` keeps on the host unless it is fused or capturable; counted all the same.
     """
 
     copies: int
     step_bytes: int
-    passes: int
 
 
 OPTIMIZERS: Mapping[str, OptimizerMemory] = MappingProxyType(
     {
-        "none": OptimizerMemory(copies=0, step_bytes=0, passes=3),
-        "sgd": OptimizerMemory(copies=0, step_bytes=0, passes=3),
-        "momentum": OptimizerMemory(copies=1, step_bytes=0, passes=8),
-        "adam": OptimizerMemory(copies=2, step_bytes=4, passes=19),
-        "adamw": OptimizerMemory(copies=2, step_bytes=4, passes=21),
-        "amsgrad": OptimizerMemory(copies=3, step_bytes=4, passes=24),
+        "none": OptimizerMemory(copies=0, step_bytes=0),
+        "sgd": OptimizerMemory(copies=0, step_bytes=0),
+        "momentum": OptimizerMemory(copies=1, step_bytes=0),
+        "adam": OptimizerMemory(copies=2, step_bytes=4),
+        "adamw": OptimizerMemory(copies=2, step_bytes=4),
+        "amsgrad": OptimizerMemory(copies=3, step_bytes=4),
     }
 )
 

@@ -46,8 +46,11 @@ def copy_with_casts(
     environment: Mapping[fx.Node, Any],
     autocast: Autocast | None,
     cache: CastCache,
-) -> fx.Node:
-    """Copy ``node`` into ``graph`` with the casts that ``autocast`` would make."""
+) -> fx.Node | tuple[fx.Node, ...]:
+    """Copy ``node`` into ``graph`` with the casts that ``autocast`` would make.
+
+    Returns the copy; of an op that is replaced by its parts and has several results, a tuple of their nodes.
+    """
     if autocast is None or not isinstance(node.target, torch._ops.OpOverload):
         return graph.node_copy(node, lambda n: environment[n])
     args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: environment[n])
@@ -59,7 +62,8 @@ def copy_with_casts(
         elif _has_kernel(node.target, "CompositeImplicitAutograd") and _differs(
             node.target, values, autocast
         ):
-            return _decomposed(graph, node, (args, kwargs), values, autocast)
+            parts: fx.Node | tuple[fx.Node, ...] = _decomposed(graph, node, (args, kwargs), values, autocast)
+            return parts
     if not casts:
         return graph.node_copy(node, lambda n: environment[n])
     leaves, shape = pytree.tree_flatten((args, kwargs))
@@ -139,8 +143,8 @@ def _scope(autocast: Autocast | None) -> Any:
     return torch.autocast(autocast.device, dtype=autocast.dtype, cache_enabled=False)
 
 
-def _decomposed(graph: fx.Graph, node: fx.Node, arguments: Any, values: Any, autocast: Autocast) -> fx.Node:
-    """Copy the parts of a composite op, as autocast runs them, into ``graph``; returns the node of its result."""
+def _decomposed(graph: fx.Graph, node: fx.Node, arguments: Any, values: Any, autocast: Autocast) -> Any:
+    """Copy the parts of a composite op, as autocast runs them, into ``graph``; returns its result's nodes."""
     leaves, shape = pytree.tree_flatten(arguments)
     flat_values = pytree.tree_leaves(values)
     positions = [i for i, leaf in enumerate(leaves) if isinstance(leaf, fx.Node)]
@@ -173,7 +177,8 @@ def _decomposed(graph: fx.Graph, node: fx.Node, arguments: Any, values: Any, aut
             environment[part] = copied
         elif part.op == "output":
             result = fx.map_arg(part.args[0], lambda n: environment[n])
-    assert isinstance(result, fx.Node)
+    if not isinstance(result, fx.Node):
+        return tuple(result)
     result.meta = {**node.meta, "val": result.meta["val"]}
     return result
 

@@ -134,8 +134,9 @@ class _Inliner:
             environment[node] = environment[source][node.args[1]]  # projection of an inlined graph's result
             return
         new = copy_with_casts(self.graph, node, environment, modes.autocast, self.casts)
-        if modes.grad_enabled is not None:
-            new.meta["grad_enabled"] = modes.grad_enabled
+        for copied in new if isinstance(new, tuple) else (new,):
+            if modes.grad_enabled is not None:
+                copied.meta["grad_enabled"] = modes.grad_enabled
         environment[node] = new
 
     def _expand(self, node: fx.Node, environment: dict[fx.Node, Any], modes: _Modes) -> list[Any]:

@@ -19,8 +19,14 @@ from cost_models.memory import StateBytes
 from tests.unit.cost_models.stand_in import ALL, StandIn
 
 
-def test_arithmetic_and_memory_traffic_add_up():
-    device = StandIn()
+def test_a_cpu_hides_the_shorter_of_arithmetic_and_memory_traffic():
+    device = StandIn("cpu")
+    assert kernel_seconds(2e9, 1e9, device, torch.float32, "matmul") == 2.0
+    assert kernel_seconds(1e9, 3e9, device, torch.float32, "matmul") == 3.0
+
+
+def test_arithmetic_and_memory_traffic_add_up_on_a_gpu():
+    device = StandIn("cuda")
     assert kernel_seconds(2e9, 1e9, device, torch.float32, "matmul") == 3.0
     assert kernel_seconds(1e9, 3e9, device, torch.float32, "matmul") == 4.0
 
