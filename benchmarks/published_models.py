@@ -38,15 +38,13 @@ class BlockParts:
     """The parts of a decoder block that unlike authors wrote unlike.
 
     ``fused_qkv``: one projection for query, key and value, and biases everywhere. ``own_ops``: layer norm and GELU written
-    out in elementwise ops. ``attention``: "sdpa", or "chain" for products, mask and softmax one by one. ``wide_loss``: the
-    cross-entropy in 32 bits, as autocast computes it.
+    out in elementwise ops. ``attention``: "sdpa", or "chain" for products, mask and softmax one by one.
     """
 
     fused_qkv: bool = True
     own_ops: bool = False
     attention: str = "sdpa"
     dropout: float = 0.0
-    wide_loss: bool = True
 
 
 class _OwnLayerNorm(nn.Module):
@@ -100,7 +98,7 @@ class _Block(nn.Module):
         norm = _OwnLayerNorm if parts.own_ops else nn.LayerNorm
         self.norm1, self.norm2 = norm(width), norm(width)
         self.attention = _Attention(width, heads, parts, tokens)
-        gelu = _OwnGelu() if parts.own_ops else nn.GELU(approximate="tanh" if not parts.fused_qkv else "none")
+        gelu = _OwnGelu() if parts.own_ops else nn.GELU()
         self.mlp = nn.Sequential(nn.Linear(width, 4 * width), gelu, nn.Linear(4 * width, width))
         self.drop = nn.Dropout(parts.dropout)
 
@@ -116,7 +114,6 @@ class Decoder(nn.Module):
         self, width: int, heads: int, layers: int, tokens: int, vocabulary: int, parts: BlockParts, tied: bool
     ) -> None:
         super().__init__()
-        self.wide_loss = parts.wide_loss
         self.tokens = nn.Embedding(vocabulary, width)
         self.positions = nn.Embedding(tokens, width)
         self.drop = nn.Dropout(parts.dropout)
@@ -131,10 +128,7 @@ class Decoder(nn.Module):
         x = self.drop(self.tokens(tokens) + self.positions(places))
         for block in self.blocks:
             x = block(x)
-        logits = self.head(self.norm(x)).flatten(0, 1)
-        if self.wide_loss:
-            logits = logits.float()
-        return functional.cross_entropy(logits, labels.flatten())
+        return functional.cross_entropy(self.head(self.norm(x)).flatten(0, 1), labels.flatten())
 
 
 def mpt(size: str, tokens: int) -> Workload:
@@ -144,7 +138,7 @@ def mpt(size: str, tokens: int) -> Workload:
     """
     width, heads, layers = MPT_SIZES[size]
     with torch.device("meta"):
-        model = Decoder(width, heads, layers, tokens, MPT_VOCABULARY, BlockParts(wide_loss=False), tied=True)
+        model = Decoder(width, heads, layers, tokens, MPT_VOCABULARY, BlockParts(), tied=True)
     return _with_tokens(model, tokens, MPT_VOCABULARY)
 
 
@@ -153,7 +147,7 @@ def gpt2(own_ops: bool, attention: str) -> Workload:
 
     It has no biases in q, k and v, and its head is not tied.
     """
-    parts = BlockParts(False, own_ops, attention, GPT2_DROPOUT, wide_loss=False)
+    parts = BlockParts(False, own_ops, attention, GPT2_DROPOUT)
     with torch.device("meta"):
         model = Decoder(768, 12, 12, 1024, GPT2_VOCABULARY, parts, tied=False)
     return _with_tokens(model, 1024, GPT2_VOCABULARY)

@@ -110,10 +110,9 @@ class DeviceSpec(Section):
         """Return the section with the preset's keys filled in."""
         if self.preset is None:
             return self
-        base = {**DEVICES[self.preset], "efficiency": efficiency_of(self.preset, self.stack)}
-        if not base["efficiency"]:
-            del base["efficiency"]
-        return self.over(DeviceSpec.model_validate(base))
+        efficiency = efficiency_of(self.preset, self.stack)
+        known = {"efficiency": efficiency} if efficiency else {}
+        return self.over(DeviceSpec.model_validate({**DEVICES[self.preset], **known}))
 
     def problems(self) -> list[Problem]:
         """List what is missing once the preset has given what it has."""
@@ -128,6 +127,10 @@ class DeviceSpec(Section):
             for key, (value, what) in needed.items()
             if value is None
         ]
+        if self.stack is not None and self.preset is None:
+            found.append(
+                ("stack", f"expected a preset beside it, whose speed it is, got {show(self.stack)} alone")
+            )
         if full.memory is not None and (full.memory_reserved or 0) >= full.memory:
             reserved = format_bytes(full.memory_reserved or 0)
             found.append(

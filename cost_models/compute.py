@@ -5,10 +5,9 @@ Symbols
     Q   bytes read and written
     P   peak rate for the op's data type, FLOP/s
     B   memory bandwidth, bytes/s
-    e   achieved fraction of a peak, per class of op (``matmul``, ``attention``, ``conv``, ``memory``)
+    e   achieved fraction of a peak, per class of op (``cost_models.devices.EFFICIENCY_NAMES``)
     o   seconds the host needs to launch one kernel
     k   seconds in which a kernel starts and ends and does nothing
-
     s   arithmetic that is done over that which is counted: 1/2 of attention with a causal mask; more than 1 where operands
         are not aligned, as if more of it were done
 
@@ -108,17 +107,21 @@ def kernel_seconds(
     arithmetic = np.asarray(flops, dtype=np.float64)
     if not arithmetic.any():  # do not ask a device for the rate of a type it cannot multiply
         return memory
-    rate = device.peak_flops(dtype) * device.efficiency[efficiency_name(op_class, dtype, backward)]
+    rate = (
+        device.peak_flops(dtype) * device.efficiency[efficiency_name(device.kind, op_class, dtype, backward)]
+    )
     computing = share * arithmetic / rate
     kernel: FloatArray = computing + memory if device.kind == "cuda" else np.maximum(computing, memory)
     return kernel
 
 
-def efficiency_name(op_class: OpClass, dtype: torch.dtype, backward: bool) -> str:
-    """Return the key of ``ComputeDevice.efficiency`` that bounds a class of op."""
+def efficiency_name(
+    kind: Literal["cuda", "cpu"], op_class: OpClass, dtype: torch.dtype, backward: bool
+) -> str:
+    """Return the key of ``ComputeDevice.efficiency`` that bounds the arithmetic of a class of op."""
     if op_class == "attention":
         return "attention_backward" if backward else op_class
-    return "vector" if dtype in VECTOR_TYPES and op_class != "memory" else op_class
+    return "vector" if kind == "cuda" and dtype in VECTOR_TYPES else op_class
 
 
 @dataclass(frozen=True)

@@ -62,8 +62,7 @@ def copy_with_casts(
         elif _has_kernel(node.target, "CompositeImplicitAutograd") and _differs(
             node.target, values, autocast
         ):
-            parts: fx.Node | tuple[fx.Node, ...] = _decomposed(graph, node, (args, kwargs), values, autocast)
-            return parts
+            return _decomposed(graph, node, (args, kwargs), values, autocast)
     if not casts:
         return graph.node_copy(node, lambda n: environment[n])
     leaves, shape = pytree.tree_flatten((args, kwargs))
@@ -143,7 +142,9 @@ def _scope(autocast: Autocast | None) -> Any:
     return torch.autocast(autocast.device, dtype=autocast.dtype, cache_enabled=False)
 
 
-def _decomposed(graph: fx.Graph, node: fx.Node, arguments: Any, values: Any, autocast: Autocast) -> Any:
+def _decomposed(
+    graph: fx.Graph, node: fx.Node, arguments: Any, values: Any, autocast: Autocast
+) -> fx.Node | tuple[fx.Node, ...]:
     """Copy the parts of a composite op, as autocast runs them, into ``graph``; returns its result's nodes."""
     leaves, shape = pytree.tree_flatten(arguments)
     flat_values = pytree.tree_leaves(values)

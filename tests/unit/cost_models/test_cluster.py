@@ -140,6 +140,13 @@ def test_a_stack_says_how_fast_the_software_of_a_time_was() -> None:
     assert attention(stack="2023") < attention()
     with pytest.raises(ClusterError, match="a stack"):
         attention(stack="1999")
+    machine = {"nodes": [{"preset": "dgx-h100", "device": {"stack": "2023"}}]}
+    assert ClusterSpec.from_dict(machine).devices[0].efficiency["attention_backward"] == attention(
+        stack="2023"
+    )
+    own = {"memory": "8GiB", "memory_bandwidth": "1TB/s", "flops": {"float32": "1T"}, "stack": "2023"}
+    with pytest.raises(ClusterError, match="expected a preset beside it"):
+        ClusterSpec.from_dict({"nodes": [{"device": own}]})
 
 
 def test_local_workers_share_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:

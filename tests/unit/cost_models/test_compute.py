@@ -25,6 +25,14 @@ def test_a_cpu_hides_the_shorter_of_arithmetic_and_memory_traffic():
     assert kernel_seconds(1e9, 3e9, device, torch.float32, "matmul") == 3.0
 
 
+def test_plain_cores_have_an_efficiency_of_their_own_on_a_gpu_alone():
+    efficiency = {**ALL, "matmul": 0.5, "vector": 0.25}
+    gpu, cpu = (StandIn(kind, efficiency=efficiency) for kind in ("cuda", "cpu"))
+    assert kernel_seconds(1e9, 0, gpu, torch.float16, "matmul") == 2.0
+    assert kernel_seconds(1e9, 0, gpu, torch.float32, "matmul") == 4.0
+    assert kernel_seconds(1e9, 0, cpu, torch.float32, "matmul") == 2.0
+
+
 def test_arithmetic_and_memory_traffic_add_up_on_a_gpu():
     device = StandIn("cuda")
     assert kernel_seconds(2e9, 1e9, device, torch.float32, "matmul") == 3.0
