@@ -22,6 +22,7 @@ class MeasuredRates:
     memory_bandwidth_bytes_per_second: float | None = None
     efficiency: Mapping[str, float] | None = None
     launch_overhead_seconds: float | None = None
+    kernel_overhead_seconds: float | None = None
     link_bandwidth_bytes_per_second: float | None = None
     link_latency_seconds: float | None = None
     op_times: OpTimes | None = None
@@ -37,6 +38,7 @@ def with_rates(node: NodeSpec, rates: MeasuredRates) -> NodeSpec:
     new = _given(
         memory_bandwidth=rates.memory_bandwidth_bytes_per_second,
         launch_overhead=rates.launch_overhead_seconds,
+        kernel_overhead=rates.kernel_overhead_seconds,
         op_times=rates.op_times,
     )
     if rates.flops_per_second is not None:

@@ -37,6 +37,11 @@ COMMANDS = {
     "simulate": ("plan_files:simulate", "Simulate a plan's step and draw its timeline.", "PLAN [OPTIONS]"),
     "verify": ("verify:verify", "Compare a plan with the unpartitioned model.", "PLAN MODEL [OPTIONS]"),
     "run": ("run:run", "Train some steps with a plan.", "PLAN MODEL --steps N [--local] [OPTIONS]"),
+    "compare": (
+        "compare:compare",
+        "Lay the profile of a real run over a plan's prediction.",
+        "PLAN TRACE [OPTIONS]",
+    ),
     "calibrate": ("calibrate:calibrate", "Measure this machine.", "[OPTIONS]"),
     "graph": (
         "graph:graph",

@@ -74,6 +74,8 @@ def profile_steps(
     predicted = of_launch(simulate_plan(plan), ranks)
     return Profile(
         model=plan.model.name,
+        fingerprint=plan.model.fingerprint,
+        devices=ranks.device_of_rank,
         step_seconds=durations,
         shown=shown,
         samples=infos[shown].samples,

@@ -7,18 +7,14 @@ copies need no simulation: a device has room for the plan or not, and copies sum
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
-from cost_models.cluster import ClusterSpec
-from cost_models.cluster_schema import LinkSpec
 from cost_models.communication import ring_all_reduce_seconds, slowest_hop
-from cost_models.conversion import group_links
 from cost_models.units import counted, format_bytes, format_seconds, percent
 from partitioner.record.data import PlanData
+from partitioner.record.other_rates import on_cluster, with_links
 from partitioner.record.rebuild import at_costs_of, group_programs, simulate_plan
-from partitioner.record.records import Stage
-from runtime.mesh.ranks_along import JOINT, all_ranks_along
 from runtime.program.members import GroupPrograms
 from runtime.simulate.simulate import Simulation
 
@@ -81,97 +77,16 @@ def _links(plan: PlanData, groups: GroupPrograms) -> Iterator[dict[str, Any]]:
     """Yield the curve over the bandwidth of the network, or of a single node's links."""
     nodes = {plan.cluster.devices[rank].node for rank in plan.used_devices}
     several = len(plan.cluster.ranks_per_node) > 1
-    if plan.world_size < 2 or (several and len(nodes) == 1) or _with_links(plan.cluster, 1.0) is None:
+    if plan.world_size < 2 or (several and len(nodes) == 1) or with_links(plan.cluster, 1.0) is None:
         return  # nothing is sent on these links
     points = [_point(plan, 1.0, None, ", as it is")]
     for factor in LINKS:
-        cluster = _with_links(plan.cluster, factor)
+        cluster = with_links(plan.cluster, factor)
         assert cluster is not None
-        other = _on(plan, cluster)
+        other = on_cluster(plan, cluster)
         points.append(_point(plan, factor, simulate_plan(other, at_costs_of(other, groups)), ""))
     title = "Bandwidth between nodes" if several else "Bandwidth between devices"
     yield _curve(title, points, "The step simulated again with these links faster or slower; latencies stay.")
-
-
-def _with_links(cluster: ClusterSpec, factor: float) -> ClusterSpec | None:
-    """Return the cluster with a faster network, or links of its only node; None where these are a graph of many links."""
-    if len(cluster.ranks_per_node) > 1:
-        network = cluster.network
-        if network is None or network.links or network.switches:
-            return None
-        return _changed(cluster, {"network": network.model_copy(update=_faster(network, factor))})
-    (node,) = cluster.nodes
-    links = node.resolved().links
-    if links is None or links.default is None or links.pairs:
-        return None
-    faster = links.model_copy(
-        update={"default": links.default.model_copy(update=_faster(links.default, factor))}
-    )
-    return _changed(cluster, {"nodes": (node.model_copy(update={"links": faster}),)})
-
-
-def _changed(cluster: ClusterSpec, update: Mapping[str, object]) -> ClusterSpec:
-    """Return a copy that knows nothing of the paths and links that the cluster has already worked out."""
-    return type(cluster).from_dict(cluster.model_copy(update=update).to_dict())
-
-
-def _faster(link: LinkSpec, factor: float) -> dict[str, object]:
-    bandwidth, latency, duplex = link.resolved()
-    return {"preset": None, "bandwidth": bandwidth * factor, "latency": latency, "duplex": duplex}
-
-
-def _on(plan: PlanData, cluster: ClusterSpec) -> PlanData:
-    """Return the plan on other links: what its stages' collectives take is computed anew, computing stays."""
-    gained = dict.fromkeys(range(cluster.world_size), 0.0)
-    stages = []
-    for stage in plan.stages:
-        moved, gathers = _stage_on(plan, stage, cluster)
-        stages.append(moved)
-        for rank in stage.devices:
-            gained[rank] += gathers
-    optimizer = {rank: max(0.0, s + gained[int(rank)]) for rank, s in plan.optimizer_seconds.items()}
-    return plan.model_copy(
-        update={"cluster": cluster, "stages": tuple(stages), "optimizer_seconds": optimizer}
-    )
-
-
-def _stage_on(plan: PlanData, stage: Stage, cluster: ClusterSpec) -> tuple[Stage, float]:
-    """Return a stage on other links, and the seconds that its gathers after the update take more."""
-    sharding = stage.sharding
-    if sharding is None:
-        return stage, 0.0
-    mesh = sharding.mesh(stage.devices)
-
-    def ratio(axes: tuple[str, ...], kind: Any, size_bytes: float) -> float:
-        groups = all_ranks_along(mesh, axes)
-        before = group_links(groups, plan.cluster).seconds(kind, size_bytes)
-        return group_links(groups, cluster).seconds(kind, size_bytes) / before if before else 1.0
-
-    added = {False: 0.0, True: 0.0}
-    collectives, sums = [], []
-    for item in sharding.collectives:
-        seconds = item.seconds * ratio(tuple(item.axis.split(JOINT)), item.kind, item.size_bytes)
-        added[item.backward] += seconds - item.seconds
-        collectives.append(item.model_copy(update={"seconds": seconds}))
-    for summed in sharding.sums:
-        kind = "reduce_scatter" if summed.scattered else "all_reduce"
-        seconds = summed.seconds * ratio(summed.axes, kind, sum(summed.size_bytes))
-        sums.append(summed.model_copy(update={"seconds": seconds}))
-    gathers = sum(
-        item.seconds * (ratio((item.axis,), "all_gather", item.size_bytes) - 1) for item in sharding.gathers
-    )
-    own = sharding.model_copy(update={"collectives": tuple(collectives), "sums": tuple(sums)})
-    return (
-        stage.model_copy(
-            update={
-                "sharding": own,
-                "forward_seconds": max(0.0, stage.forward_seconds + added[False]),
-                "backward_seconds": max(0.0, stage.backward_seconds + added[True]),
-                "backward_input_seconds": max(0.0, stage.backward_input_seconds + added[True]),
-            }
-        ),
-        gathers,
-    )
 
 
 # --------------------------------------------------------------------------------------------------

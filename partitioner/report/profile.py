@@ -9,6 +9,7 @@ from pathlib import Path
 
 from cost_models.shown import ShownInNotebooks, printable
 from cost_models.units import counted, format_bytes, format_seconds, percent
+from partitioner.report.profile_file import KEY, ProfileFacts
 from partitioner.report.text import columns, labelled, rate_text
 from runtime.measure.measured_step import RankTimes
 from runtime.program.program import Backward, BackwardInput, BackwardWeight, Compute, Forward
@@ -38,6 +39,10 @@ class Profile(ShownInNotebooks):
     """Measured steps of an engine, and the plan's prediction. Sequences are per rank."""
 
     model: str
+    fingerprint: str
+    """The fingerprint of the model's graph, as in the plan."""
+    devices: tuple[int, ...]
+    """The device of the plan that each rank plays."""
     step_seconds: tuple[float, ...]
     """The time of every step: the slowest rank's ``train_step``. Ranks do not begin at one moment, so all of them
     together, as in ``measured``, may take longer."""
@@ -69,11 +74,27 @@ class Profile(ShownInNotebooks):
         return "\n".join(pictures)
 
     def save(self, path: str | Path) -> None:
-        """Write both timelines as a Chrome trace, packed if it ends in .gz: "rank N measured" and "rank N predicted"."""
+        """Write both timelines as a Chrome trace, packed if it ends in .gz: "rank N measured" and "rank N predicted".
+
+        ``partitioner compare PLAN TRACE`` reads it.
+        """
         ranks = range(len(self.times))
         measured = chrome_trace(self.measured, "measured", ranks=ranks)
         predicted = chrome_trace(self.predicted, "predicted", first=len(ranks), ranks=ranks)
-        save_trace(path, {**measured, "traceEvents": [*measured["traceEvents"], *predicted["traceEvents"]]})
+        events = [*measured["traceEvents"], *predicted["traceEvents"]]
+        save_trace(path, {**measured, "traceEvents": events, "otherData": {KEY: self._facts().model_dump()}})
+
+    def _facts(self) -> ProfileFacts:
+        return ProfileFacts(
+            model=self.model,
+            fingerprint=self.fingerprint,
+            devices=self.devices,
+            step_seconds=self.step_seconds,
+            shown=self.shown,
+            samples=self.samples,
+            clock_error_seconds=self.clock_error_seconds,
+            times=self.times,
+        )
 
     def mean_seconds(self, kind: type[Compute], segment: int) -> tuple[float, float]:
         """Return (measured, predicted): means over the micro-batches of one segment's computes of this kind."""

@@ -23,6 +23,7 @@ from partitioner.pictures.lanes import Lane, Lanes, Span, critical_path, lanes_o
 from partitioner.pictures.ops import op_graph_data
 from partitioner.pictures.summary import division, summary_data
 from partitioner.plan import Plan
+from partitioner.record.other_rates import on_cluster, with_links
 from partitioner.record.outline import ModelOutline, OpKind
 from partitioner.record.rebuild import at_costs_of, proved_programs, simulate_plan
 from partitioner.record.sharding import UpdateGatherRecord
@@ -235,9 +236,9 @@ def test_the_same_links_give_the_same_step_and_faster_ones_a_shorter_one(
     groups = proved_programs(plan)
 
     def step(factor: float) -> float:
-        cluster = what_if._with_links(plan.cluster, factor)
+        cluster = with_links(plan.cluster, factor)
         assert cluster is not None
-        other = what_if._on(plan, cluster)
+        other = on_cluster(plan, cluster)
         return simulate_plan(other, at_costs_of(other, groups)).step_seconds
 
     assert step(1.0) == pytest.approx(plan.prediction.step_seconds)
