@@ -65,7 +65,7 @@ class OpRates:
     def phases(self, work: OpTable, device: ComputeDevice) -> tuple[PhaseSeconds, ...]:
         """Compute kernel and launch seconds of each row of ``work``: forward, input half, weight half."""
         times: OpTimes | None = getattr(device, "op_times", None)
-        if times is not None:
+        if times is not None and times.covers_ops:
             return tuple(self._measured(work, phase, device, times) for phase in PHASES)
         return tuple(self._bounded(work, phase, device) for phase in PHASES)
 

@@ -250,7 +250,7 @@ def _rates(graph: OpGraph, costs: GraphCosts, job: Job, device: Device) -> _Rate
         device.efficiency[name] for name in ("matmul", "attention", "attention_backward", "conv", "vector")
     )
     per_flop = np.zeros(len(bounds))
-    least = None if times is None else _least(times)
+    least = None if times is None or not times.covers_ops else _least(times)
     for number, (dtype, op_class) in enumerate(bounds):
         if op_class == "memory":
             continue
