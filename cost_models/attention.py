@@ -151,6 +151,18 @@ def output_storage_bytes(name: str, call: AttentionCall) -> int:
     return math.prod(_padded(out, BACKENDS[name].head_alignment)) * call.dtype.itemsize
 
 
+def backward_peak_bytes(name: str, call: AttentionCall) -> int:
+    """Return the bytes that a fused backward holds at once: three gradients and, on CUDA, what it adds them up in.
+
+    The flash and efficient kernels keep the query's gradient in 32 bits until it is whole, and a number for each query row
+    (``dq_accum`` and ``softmax_d`` of FlashAttention-2, ``gQ`` and ``delta`` of the memory-efficient kernel).
+    """
+    gradients = sum(math.prod(shape) * call.dtype.itemsize for shape in (call.query, call.key, call.value))
+    if BACKENDS[name].device_kind != "cuda":
+        return gradients
+    return gradients + 4 * (math.prod(call.query) + call.rows)
+
+
 def _padded(shape: tuple[int, ...], alignment: int) -> tuple[int, ...]:
     return (*shape[:-1], -(-shape[-1] // alignment) * alignment)
 

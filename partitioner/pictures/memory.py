@@ -1,6 +1,7 @@
 """The memory of each lane over a step, stacked by what holds it.
 
-    parameters, gradients, optimizer, batch    all through the step, as the plan counts them
+    parameters, gradients, optimizer, batch    all through the step, as the plan counts them; gradients from the first
+                                               backward on, which makes them
     activations                                of each micro-batch from its forward to its backward
     of backward alone                          what it computes again, and its largest collective's result, while it runs
     values between stages                      the rest: what stages make for each other, and gradients of it
@@ -40,12 +41,13 @@ def _lane(plan: PlanData, simulation: Simulation, lane: Lane) -> dict[str, Any]:
     drawn = _drawn(curve.seconds, curve.bytes_held)
     seconds, total = curve.seconds[drawn], curve.bytes_held[drawn]
     saved, again = _activations(plan, lane, seconds), _transients(plan, lane, seconds)
-    state = float(plan.state_bytes[str(rank)])
+    missing = _missing_gradients(plan, lane, seconds)
+    state = float(plan.state_bytes[str(rank)]) - missing
     parts = {name: float(plan.state_parts[name][str(rank)]) for name in STATE if name in plan.state_parts}
     kinds: dict[str, FloatArray] = (
-        {name: np.full(len(seconds), size) for name, size in parts.items()}
+        {name: size - missing * (name == "gradients") for name, size in parts.items()}
         if parts
-        else {"state": np.full(len(seconds), state)}
+        else {"state": state}
     )
     saved = np.minimum(saved, np.maximum(total - state, 0.0))
     again = np.minimum(again, np.maximum(total - state - saved, 0.0))
@@ -106,13 +108,26 @@ def _activations(plan: PlanData, lane: Lane, seconds: FloatArray) -> FloatArray:
 
 
 def _transients(plan: PlanData, lane: Lane, seconds: FloatArray) -> FloatArray:
-    events = []
+    events: list[tuple[float, float]] = []
+    begun: set[int] = set()
     for scale, stage, span in _computes(plan, lane):
         if span.letter in "BI" and stage.transient_bytes:
-            events += [
-                (span.start_seconds, stage.transient_bytes * scale),
-                (span.end_seconds, -stage.transient_bytes * scale),
-            ]
+            first = span.stage not in begun
+            begun.add(span.stage)
+            held = (first and stage.first_transient_bytes) or stage.transient_bytes
+            events += [(span.start_seconds, held * scale), (span.end_seconds, -held * scale)]
+    return _held(events, seconds)
+
+
+def _missing_gradients(plan: PlanData, lane: Lane, seconds: FloatArray) -> FloatArray:
+    """Add up the gradients of parameters that the lane's stages have not made yet."""
+    until: dict[int, float] = {}
+    weights = {span.stage for _, _, span in _computes(plan, lane) if span.letter == "W"}
+    for _, _, span in _computes(plan, lane):
+        if span.letter == ("W" if span.stage in weights else "B"):
+            until.setdefault(span.stage, span.end_seconds)
+    events = [(0.0, float(plan.stages[stage].gradient_bytes)) for stage in until]
+    events += [(end, -float(plan.stages[stage].gradient_bytes)) for stage, end in until.items()]
     return _held(events, seconds)
 
 

@@ -83,7 +83,15 @@ class Stage(Record):
     recomputed_blocks: tuple[str, ...] = Field(
         description="modules (a number after #: a later call) whose activations backward computes again"
     )
-    transient_bytes: Natural = Field(description="held on top while backward computes blocks again")
+    transient_bytes: Natural = Field(description="the most that is held on top while backward runs")
+    first_transient_bytes: Natural = Field(
+        default=0,
+        description="the same of a step's first backward, with the gradients of parameters that it makes",
+    )
+    gradient_bytes: Natural = Field(
+        default=0,
+        description="gradients of parameters that are not there before the first backward has made them",
+    )
     has_backward: bool
     sharding: StageSharding | None = Field(
         default=None, description="how several devices share the stage; null for one"

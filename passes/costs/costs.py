@@ -37,6 +37,7 @@ from passes.costs.profiled_once import profile_once
 from passes.costs.saved import OpProfile
 from passes.costs.seconds import OpRates, OpTable
 from passes.costs.size_model import (
+    BACKWARD_PEAK_BYTES,
     OUTPUT_BYTES,
     WORK_FIELDS,
     SizeModel,
@@ -105,6 +106,7 @@ class GraphCosts:
             first = np.array(self._model.first_row[:-1], dtype=np.intp)[self.rates.signature_of]
             columns = {name: numbers[first + column] for column, name in enumerate(WORK_FIELDS)}
             columns["output_bytes"] = numbers[first + OUTPUT_BYTES]
+            columns["backward_peak_bytes"] = numbers[first + BACKWARD_PEAK_BYTES]
             self.rates.extra.add_to(columns)
             self._tables[batch_size] = OpTable(**columns)
         return self._tables[batch_size]

@@ -8,6 +8,7 @@ that touch only part of an operand.
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -75,6 +76,37 @@ class KernelCounts:
     flops: int = 0
     bytes: int = 0
     launches: int = 0
+    peak_bytes: int = 0
+    """The most bytes alive at once of tensors made meanwhile."""
+
+
+class AliveStorages:
+    """The bytes of storages that are alive, each counted once from when it is added until nothing refers to it."""
+
+    def __init__(self) -> None:
+        self._alive: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+        self._current_bytes = self._base_bytes = self._peak_bytes = 0
+
+    def add(self, tensor: torch.Tensor) -> None:
+        """Count the storage of ``tensor``, if it is not counted yet."""
+        storage = tensor.untyped_storage()
+        key, size_bytes = storage._cdata, storage.nbytes()
+        if key in self._alive:
+            return
+
+        def ended(_: object) -> None:
+            del self._alive[key]
+            self._current_bytes -= size_bytes
+
+        self._alive[key] = weakref.ref(storage, ended)
+        self._current_bytes += size_bytes
+        self._peak_bytes = max(self._peak_bytes, self._current_bytes)
+
+    def take_peak(self) -> int:
+        """Return the most bytes alive since the last call, beside those that were alive then."""
+        most = self._peak_bytes - self._base_bytes
+        self._base_bytes = self._peak_bytes = self._current_bytes
+        return most
 
 
 class KernelCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch leaves it untyped
@@ -83,6 +115,7 @@ class KernelCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torc
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._flops = self._bytes = self._launches = 0
+        self._alive = AliveStorages()
         self.op_class: OpClass = "memory"
         """The class of the arithmetic that was seen so far."""
         self.share = 1.0
@@ -90,7 +123,7 @@ class KernelCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torc
 
     def take(self) -> KernelCounts:
         """Return the counts since the last call."""
-        counts = KernelCounts(self._flops, self._bytes, self._launches)
+        counts = KernelCounts(self._flops, self._bytes, self._launches, self._alive.take_peak())
         self._flops = self._bytes = self._launches = 0
         return counts
 
@@ -103,6 +136,9 @@ class KernelCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torc
     ) -> Any:
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
+        if not func.is_view:
+            for tensor in _tensors(result):
+                self._alive.add(tensor)
         if func.namespace != "aten" or func.is_view or func._overloadpacket in _FREE:
             return result
         self._count(func._overloadpacket, args, kwargs, result)

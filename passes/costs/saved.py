@@ -24,6 +24,7 @@ from torch.utils.flop_counter import flop_registry
 
 from cost_models.attention import (
     AttentionCall,
+    backward_peak_bytes,
     choose_backend,
     output_storage_bytes,
     saved_tensors,
@@ -81,6 +82,8 @@ class OpProfile:
     work: OpWork
     output_bytes: int
     """Bytes of the output tensors as values: elements times element size."""
+    backward_peak_bytes: int
+    """The most bytes alive at once in its backward, of gradients that it makes and what is in between; 0 without one."""
     storage_bytes: tuple[int, ...]
     """Bytes of each output's storage (0 if it shares one), then of each own storage."""
 
@@ -94,7 +97,7 @@ def profile(
 ) -> OpProfile:
     """Run the signature's op on fake tensors of the sizes that ``symbols`` give, and report."""
     if not signature.runs:
-        return OpProfile(OpStructure(), OpWork(), sum(_sizes(signature.outputs, symbols)), ())
+        return OpProfile(OpStructure(), OpWork(), sum(_sizes(signature.outputs, symbols)), 0, ())
     if isinstance(signature.target, Opaque):
         return _profile_opaque(signature.target, signature, symbols, device_kind)
     call = attention_call(signature, symbols)
@@ -176,7 +179,7 @@ class _Run:
             structure, storage_bytes = self._storages(operands, outputs, saved, backend)
             output_bytes = sum(t.numel() * t.dtype.itemsize for t in outputs)
         if is_bridge(self._signature.exemplar):  # its work is the collective's (``passes.shard.traffic``)
-            return OpProfile(structure, OpWork(), output_bytes, storage_bytes)
+            return OpProfile(structure, OpWork(), output_bytes, total.peak_bytes, storage_bytes)
         work = OpWork(
             forward.flops,
             total.flops - weight.flops,
@@ -188,7 +191,7 @@ class _Run:
             max(0, total.launches - weight.launches),
             weight.launches,
         )
-        return OpProfile(structure, work, output_bytes, storage_bytes)
+        return OpProfile(structure, work, output_bytes, total.peak_bytes, storage_bytes)
 
     def _operand(self, index: int) -> torch.Tensor:
         operand = self._signature.operands[index]
@@ -308,7 +311,8 @@ def _profile_attention(signature: Signature, call: AttentionCall, backend: str) 
     structure = OpStructure(
         "attention", (None,), (0,), tuple(places), len(own), backend, share=0.5 if call.causal else 1.0
     )
-    return OpProfile(structure, work, out_bytes, (output_storage_bytes(backend, call), *own))
+    peak_bytes = backward_peak_bytes(backend, call) if gradients else 0
+    return OpProfile(structure, work, out_bytes, peak_bytes, (output_storage_bytes(backend, call), *own))
 
 
 def _estimate(signature: Signature, symbols: Mapping[sympy.Symbol, int]) -> OpProfile:
@@ -330,7 +334,15 @@ def _estimate(signature: Signature, symbols: Mapping[sympy.Symbol, int]) -> OpPr
     )
     alias: tuple[int | None, ...] = (None,) * len(outputs)
     structure = OpStructure("memory", alias, tuple(range(len(outputs))), tuple(places), estimated=True)
-    return OpProfile(structure, work, sum(outputs), tuple(outputs))
+    read = [
+        size
+        for size, o in zip(
+            _sizes([o.spec for o in signature.operands], symbols), signature.operands, strict=True
+        )
+        if o.role != "none"
+    ]
+    peak_bytes = sum(read) if signature.differentiated else 0
+    return OpProfile(structure, work, sum(outputs), peak_bytes, tuple(outputs))
 
 
 def _sizes(specs: Sequence[TensorSpec], symbols: Mapping[sympy.Symbol, int]) -> list[int]:

@@ -38,6 +38,8 @@ class OpTable:
     backward_weight_launches: FloatArray
     output_bytes: FloatArray
     """Bytes of the op's output tensors, were they sent: elements times element size."""
+    backward_peak_bytes: FloatArray
+    """The most bytes alive at once in the op's backward of what it makes."""
 
     def rows(self, ops: IndexArray) -> OpTable:
         """Take the rows of these ops, in this order."""

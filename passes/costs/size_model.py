@@ -28,7 +28,11 @@ CHECK_SIZE = 8
 
 WORK_FIELDS = tuple(f.name for f in fields(OpWork))
 OUTPUT_BYTES = len(WORK_FIELDS)
-"""Column of the output's bytes; the columns after it are storages."""
+"""Column of the output's bytes."""
+BACKWARD_PEAK_BYTES = OUTPUT_BYTES + 1
+"""Column of the most bytes alive in the op's backward."""
+FIRST_STORAGE = OUTPUT_BYTES + 2
+"""First of the columns of storages."""
 
 Parabola: TypeAlias = tuple[float, float, float]
 """Coefficients of 1, b and b²."""
@@ -157,7 +161,7 @@ def _at_one_size(
 
 def _numbers(profile: OpProfile) -> list[int]:
     work = [int(getattr(profile.work, name)) for name in WORK_FIELDS]
-    return [*work, profile.output_bytes, *profile.storage_bytes]
+    return [*work, profile.output_bytes, profile.backward_peak_bytes, *profile.storage_bytes]
 
 
 def _polynomial(y0: int, y1: int, y2: int | None = None) -> tuple[Fraction, Fraction, Fraction]:

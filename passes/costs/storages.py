@@ -11,7 +11,7 @@ from torch import fx
 
 from cost_models.arrays import FloatArray
 from passes.costs.saved import SavedPlace
-from passes.costs.size_model import OUTPUT_BYTES, SizeModel
+from passes.costs.size_model import FIRST_STORAGE, SizeModel
 from passes.graph.graph import OpGraph
 from passes.graph.signatures import SignatureTable
 
@@ -60,7 +60,7 @@ def name_storages(graph: OpGraph, table: SignatureTable, model: SizeModel) -> St
             storage_of[node.name, 0] = outputs[-1][0]
             saved.append(())
             continue
-        row = model.first_row[table.of[index]] + OUTPUT_BYTES + 1
+        row = model.first_row[table.of[index]] + FIRST_STORAGE
         count = len(structure.output_alias)
         names: list[str | None] = []
         for j, alias in enumerate(structure.output_alias):

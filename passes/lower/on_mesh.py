@@ -192,13 +192,15 @@ def _segment(
         0.0 if deferring else _hidden_seconds(graph, costs, cluster, sharded.mesh, units, once, links, own)
     )
     ahead = 0.0 if deferring else _ahead_seconds(graph, costs, cluster, sharded.mesh, units, once, links, own)
+    gathered_bytes = max((item.whole_bytes for item in found), default=0)
     cost = replace(
         segment.cost,
         forward_seconds=max(0.0, segment.cost.forward_seconds - ahead) + seconds[0],
         backward_input_seconds=segment.cost.backward_input_seconds + seconds[1],
         backward_weight_seconds=max(0.0, segment.cost.backward_weight_seconds - hidden),
         # The largest collective's result, while what it is made of is still there, beside what is computed again.
-        transient_bytes=segment.cost.transient_bytes + max((item.whole_bytes for item in found), default=0),
+        transient_bytes=segment.cost.transient_bytes + gathered_bytes,
+        first_transient_bytes=segment.cost.first_transient_bytes + gathered_bytes,
     )
     segment = replace(segment, cost=cost, collectives=collectives(found, sharded.mesh, links))
     return segment, found, links, _backward_seconds(costs, cluster, sharded.mesh, units, found, links, own)

@@ -14,8 +14,9 @@ import numpy as np
 from cost_models.cluster import ClusterSpec
 from cost_models.memory import ParameterCount, StateBytes, state_bytes
 from cost_models.precision import Precision
+from passes.costs.backward_peak import BackwardPeak, backward_peak
 from passes.costs.costs import GraphCosts, SegmentSeconds
-from passes.costs.recompute import computed_again, transient_bytes
+from passes.costs.recompute import computed_again
 from passes.graph.graph import OpGraph
 from passes.graph.leaves import leaf_bytes, needed_leaves
 from passes.graph.state import state_reads
@@ -66,13 +67,20 @@ def segment_graph(
             costs.segment_seconds(again, microbatch_size, device).forward if again else 0.0
             for device in devices
         )
+        peak = (
+            backward_peak(graph, costs, indices.tolist(), microbatch_size, regions, deferring=deferring)
+            if backward
+            else BackwardPeak(0, 0, 0)
+        )
         cost = SegmentCost(
             forward_seconds=seconds.forward,
             backward_input_seconds=seconds.backward_input + again_seconds if backward else 0.0,
             backward_weight_seconds=seconds.backward_weight if backward else 0.0,
             saved_bytes=max(0, held.saved - between),
             weight_saved_bytes=max(0, held.weight_saved - received[index]),
-            transient_bytes=transient_bytes(costs, regions, microbatch_size, deferring) if backward else 0,
+            transient_bytes=peak.later_bytes,
+            first_transient_bytes=peak.first_bytes,
+            gradient_bytes=peak.gradient_bytes,
         )
         segments.append(Segment(index, ranks, cost, backward))
     values = tuple(

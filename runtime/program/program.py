@@ -187,7 +187,12 @@ class SegmentCost:
     weight_saved_bytes: int = 0
     """The part of ``saved_bytes``, plus output gradients kept for it, that a deferred weight half still holds."""
     transient_bytes: int = 0
-    """Bytes held on top while the backward (or its input half) runs: activations that it computes again."""
+    """Bytes held on top while the backward (or its input half) runs, at most: gradients of activations, what lies between
+    them, and activations that it computes again."""
+    first_transient_bytes: int = 0
+    """The same of a step's first backward, with the gradients of parameters that it makes."""
+    gradient_bytes: int = 0
+    """The gradients of parameters that the first backward makes; until then the state is so much less."""
 
     @property
     def backward_seconds(self) -> float:

@@ -3,11 +3,12 @@
 Charged to a rank (times are of the simulated instructions; bytes are multiplied by the micro-batch's scale):
 
     what                       from                                  until
-    state                      always: parameters, gradients, optimizer, the rank's part of the batch
+    state                      always: parameters, gradients, optimizer, the rank's part of the batch; but gradients
+                               that a segment's first backward makes are not there before its end
     saved by a forward         start of the forward                  end of its backward; when split, the input half
                                                                      frees all but ``weight_saved_bytes``, the weight
                                                                      half the rest; without a backward, its own end
-    computed again by it       start of the backward                 its end
+    made within a backward     start of the backward                 its end; the first makes gradients as well
     a value, where produced    start of the forward                  its sends are done, its local consumers too and,
                                                                      if it needs a gradient, its producer's backward
                                                                      (which starts from it, so the executor keeps it)
@@ -103,8 +104,17 @@ def memory_curves(
         cost, rank = segment.cost, segment.rank
         deferred = cost.weight_saved_bytes * (times.end[2, s] >= 0.0)
         ledger.hold(rank, cost.saved_bytes, begun[s], _latest(forward[s], backward[s]))
-        if cost.transient_bytes and segment.has_backward:
-            ledger.hold(rank, cost.transient_bytes, (times.start[1, s], times.place[1, s]), backward[s])
+        if segment.has_backward and (times.end[1, s] >= 0.0).any():
+            first = int(np.argmin(np.where(times.end[1, s] >= 0.0, times.place[1, s], np.inf)))
+            within = np.full(len(scale), float(cost.transient_bytes))
+            within[first] = cost.first_transient_bytes or cost.transient_bytes
+            ledger.hold(rank, within, (times.start[1, s], times.place[1, s]), backward[s])
+            missing = np.zeros(len(scale))
+            missing[first] = (
+                -cost.gradient_bytes / scale[first]
+            )  # a part of the state, whatever the micro-batch's size
+            nothing_yet = np.zeros(len(scale)), np.full(len(scale), -0.5)
+            ledger.hold(rank, missing, nothing_yet, done[s])
         ledger.hold(rank, deferred, backward[s], done[s])  # after what ends at the same moment
     for value in graph.values:
         _hold_value(ledger, graph, times, value, done)

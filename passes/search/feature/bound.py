@@ -369,6 +369,7 @@ def price(problem: FeatureProblem, tables: Sequence[WireTable], chosen: Sequence
     """Seconds and bytes of one option per unit: bridges once per distinct need."""
     seconds = sum(float(u.seconds[k]) for u, k in zip(problem.units, chosen, strict=True))
     held = sum(float(u.bytes[k]) for u, k in zip(problem.units, chosen, strict=True))
+    held += max(float(u.working_bytes[k]) for u, k in zip(problem.units, chosen, strict=True))
     buffer = 0.0
     for wire, known in zip(problem.space.wires, tables, strict=True):
         at = bridges_used(problem, wire, known, chosen)

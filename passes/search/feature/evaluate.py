@@ -40,6 +40,7 @@ from passes.search.feature.seconds import (
     layers_of,
     local_seconds,
     local_weight_seconds,
+    local_working_bytes,
     parts_of_sum,
     splits_samples,
     traffic_of_parts,
@@ -73,7 +74,7 @@ class FeatureCost:
 def evaluate(graph: OpGraph, costs: GraphCosts, placement: FeaturePlacement, setting: Setting) -> FeatureCost:
     """The surrogate's seconds and bytes of ``placement``; O(ops · operands)."""
     whole = WholeGraph(graph, costs, placement, setting)
-    seconds_of, saved = whole.ops()
+    seconds_of, saved, working = whole.ops()
     bridge_seconds, copies, buffer, sent, deferred = whole.bridges()
     bridge_seconds -= whole.hidden_seconds()
     inside_seconds, inside_sent = whole.inside_ops()
@@ -83,7 +84,7 @@ def evaluate(graph: OpGraph, costs: GraphCosts, placement: FeaturePlacement, set
         math.fsum(seconds_of.values()) * placement.microbatches,
         (bridge_seconds + inside_seconds + crossing_seconds) * placement.microbatches,
         parameter_seconds,
-        saved + copies + buffer + kept,
+        saved + copies + buffer + working + kept,
         (sent + inside_sent) * placement.microbatches + summed,
     )
 
@@ -115,8 +116,9 @@ class WholeGraph:
     def links(self) -> tuple[AxisLinks, ...]:
         return self.setting.links(self.placement.mesh)
 
-    def ops(self) -> tuple[dict[str, float], float]:
-        """(seconds of each op on its shards in one micro-batch, without collectives; bytes saved for backward)."""
+    def ops(self) -> tuple[dict[str, float], float, float]:
+        """(seconds of each op on its shards in one micro-batch, without collectives; bytes saved for backward; the most
+        that the backward of one of them works in)."""
         shape, batch = self.placement.mesh.shape, self.graph.batch.batch_symbol
         rows = []
         shares: dict[str, tuple[np.ndarray, np.ndarray]] = {}
@@ -142,7 +144,10 @@ class WholeGraph:
             rows.append(LocalRows(np.array([index]), np.array([busy]), traffic, number, forwards))
             shares[node.name] = np.array([made]), np.array([busy])
         seconds = local_seconds(self.costs, rows, self.samples, self.setting.devices)
-        return dict(zip(shares, seconds.tolist(), strict=True)), self._saved(shares)
+        working = local_working_bytes(self.costs, rows, self.samples)
+        trained = [name in self.graph.needs_grad for name in shares]
+        most = float((working * trained).max(initial=0.0))
+        return dict(zip(shares, seconds.tolist(), strict=True)), self._saved(shares), most
 
     def inside_ops(self) -> tuple[float, float]:
         """(seconds, sent bytes) of one micro-batch, of the collectives that local functions make."""

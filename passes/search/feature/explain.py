@@ -25,8 +25,8 @@ from passes.search.explain import Way
 from passes.search.feature.bound import WireTable, bridge_seconds, price, wire_tables
 from passes.search.feature.codes import DEFERRED, WHOLE
 from passes.search.feature.graph import FeatureGraph, Unit, UnitKind, feature_graph, leaving_name
-from passes.search.feature.options import Options, StoredChoice
-from passes.search.feature.problem import FeatureProblem, UnitNumbers, build_problem
+from passes.search.feature.options import Options, StoredChoice, UnitNumbers
+from passes.search.feature.problem import FeatureProblem, build_problem
 from passes.search.feature.setting import Setting
 from passes.search.feature.ties import axes_of_parts
 from passes.search.feature.tuning import TUNING

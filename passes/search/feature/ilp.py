@@ -6,7 +6,8 @@
     f[w,r,s,n] ≥ 0      Σ_n f = X[w,s],  Σ_s f = N[w,r,n]          which (source, need) reader r is an instance of
     z[w,s,n] ≥ f[w,r,s,n]                                          a bridge, once for all readers with the need
     minimize            Σ seconds·x + Σ seconds·z − Σ hidden·f    what readers compute beside their bridge
-    memory              Σ bytes·x + Σ copies·z + b ≤ capacity,     b ≥ Σ_{s,n} buffer·z per wire
+    memory              Σ bytes·x + Σ copies·z + b + w ≤ capacity
+                        b ≥ Σ_{s,n} buffer·z per wire,   w ≥ Σ_k working·x per unit
 
 With x integral f and z are what they should be; the marginals make the relaxation as tight as pairwise costs allow. A wire
 with one reader has z = f. Sources whose rows of costs are equal share their variables, and so do needs of a single reader;
@@ -25,7 +26,8 @@ from numpy.typing import NDArray
 
 from passes.search.feature.bound import WireTable
 from passes.search.feature.bridges import BridgeTable
-from passes.search.feature.problem import FeatureProblem, UnitNumbers
+from passes.search.feature.options import UnitNumbers
+from passes.search.feature.problem import FeatureProblem
 from passes.search.feature.tuning import TUNING
 from passes.search.ilp import IntegerProgram, Status, Terms, Variable
 
@@ -78,8 +80,8 @@ class FeatureProgram:
             self._wire(w)
         self.program.minimize(self.objective)
         if self.buffer is not None:
-            capacity = self.problem.capacity_bytes / self.byte_scale
-            self.program.row({**self.held, self.buffer: 1.0}, "<=", capacity)
+            capacity = (self.problem.capacity_bytes - self._least_working_bytes) / self.byte_scale
+            self.program.row({**self.held, self.buffer: 1.0, **self._working()}, "<=", capacity)
 
     def solve(self, time_limit_seconds: float) -> IlpResult:
         """The cheapest choice."""
@@ -97,6 +99,22 @@ class FeatureProgram:
         for variable, seconds, size in zip(own, unit.seconds.tolist(), unit.bytes.tolist(), strict=True):
             self.objective[variable] = seconds / self.time_scale
             self.held[variable] = size / self.byte_scale
+
+    @property
+    def _least_working_bytes(self) -> float:
+        """Bytes that backward works in whatever is chosen: w counts from here."""
+        return max((float(unit.working_bytes.min()) for unit in self.problem.units), default=0.0)
+
+    def _working(self) -> Terms:
+        """Make w, with a row for each unit that may need more than what is needed anyway."""
+        least = self._least_working_bytes
+        more = self.program.variable("w")
+        for own, unit in zip(self.x, self.problem.units, strict=True):
+            beyond = np.maximum(unit.working_bytes - least, 0.0) / self.byte_scale
+            if beyond.any():
+                terms = {x: -size for x, size in zip(own, beyond.tolist(), strict=True)}
+                self.program.row({more: 1.0, **terms}, ">=", 0.0)
+        return {more: 1.0}
 
     def _wire(self, w: int) -> None:
         wire = self.problem.space.wires[w]

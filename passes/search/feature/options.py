@@ -290,3 +290,45 @@ def _divides(dims: Sequence[int], placements: Sequence[Placement], shape: Sequen
     return all(
         parts == 1 or (dim % parts == 0 and dim >= parts) for dim, parts in zip(dims, split, strict=True)
     )
+
+
+@dataclass(frozen=True, eq=False)
+class UnitNumbers:
+    """Arrays over one unit's options. ``detail``: what the options are: one-axis choices, or ways to store a parameter."""
+
+    seconds: FloatArray
+    bytes: FloatArray
+    working_bytes: FloatArray
+    """Held on top while the backward of one of the unit's ops runs: its result's gradient and what it makes."""
+    inputs: tuple[IntArray, ...]
+    outputs: tuple[IntArray, ...]
+    detail: Options | tuple[tuple[StoredChoice, ...], ...]
+    index: IntArray
+    """The index of each option in ``detail``: dominated ones are gone."""
+
+    def keep(self, chosen: NDArray[np.bool_] | NDArray[np.intp]) -> UnitNumbers:
+        return UnitNumbers(
+            self.seconds[chosen],
+            self.bytes[chosen],
+            self.working_bytes[chosen],
+            tuple(codes[chosen] for codes in self.inputs),
+            tuple(codes[chosen] for codes in self.outputs),
+            self.detail,
+            self.index[chosen],
+        )
+
+
+def undominated(own: UnitNumbers) -> UnitNumbers:
+    """Keep the options that no other with the same codes beats in seconds and in bytes; of equal ones the first."""
+    if isinstance(own.detail, Options) and own.detail.unlike:
+        return own
+    codes = list(zip(*(c.tolist() for c in (*own.inputs, *own.outputs)), strict=True))
+    if not codes:
+        codes = [()] * len(own.seconds)
+    best: dict[object, list[int]] = {}
+    order = np.lexsort((np.arange(len(own.seconds)), own.working_bytes, own.bytes, own.seconds))
+    for k in order.tolist():
+        rivals = best.setdefault(codes[k], [])
+        if all(own.bytes[r] > own.bytes[k] or own.working_bytes[r] > own.working_bytes[k] for r in rivals):
+            rivals.append(k)
+    return own.keep(np.array(sorted(k for rivals in best.values() for k in rivals), dtype=np.intp))

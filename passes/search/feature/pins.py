@@ -25,9 +25,8 @@ from cost_models.errors import UsageError
 from cost_models.layout import Shard
 from passes.graph.graph import OpGraph
 from passes.search.feature.graph import Unit, makes_values
-from passes.search.feature.options import Options, StoredChoice
+from passes.search.feature.options import Options, StoredChoice, UnitNumbers
 from passes.search.feature.presets import PRESETS, AxisRule, refused_word, rules_of
-from passes.search.feature.problem import UnitNumbers
 from passes.shard.words import Placements, crossing_text, read_placement
 
 Rules = tuple[AxisRule | None, ...]

@@ -36,10 +36,10 @@ from passes.search.feature.evaluate import FeatureCost, evaluate
 from passes.search.feature.graph import FeatureGraph, Unit, feature_graph
 from passes.search.feature.infeasible import does_not_fit, no_such_microbatches
 from passes.search.feature.meshes import meshes
+from passes.search.feature.options import UnitNumbers
 from passes.search.feature.pins import Pin, broken, resolve, restricted
 from passes.search.feature.problem import (
     FeatureProblem,
-    UnitNumbers,
     build_problem,
     least_saved_bytes,
 )

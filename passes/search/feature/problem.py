@@ -2,7 +2,8 @@
 
     minimize    Σ_units seconds[option] + Σ_wires Σ_distinct needs seconds[source, need]          (per step)
                 − Σ_wires Σ_readers hidden[source, need of the reader]                             (``seconds``)
-    subject to  Σ_units bytes[option] + Σ_wires Σ_distinct needs copies[source, need] + largest buffer ≤ capacity
+    subject to  Σ_units bytes[option] + Σ_wires Σ_distinct needs copies[source, need] + largest buffer
+                + most working bytes ≤ capacity
 
 Seconds of ops and bridges count once per micro-batch and member; those of parameters (summing their gradients, gathering
 what the optimizer updated, the update itself) once per step. Bytes are one rank's, one micro-batch in flight.
@@ -20,7 +21,7 @@ import numpy as np
 import sympy
 from numpy.typing import NDArray
 
-from cost_models.arrays import FloatArray, IntArray
+from cost_models.arrays import FloatArray
 from cost_models.communication import hidden_seconds
 from cost_models.conversion import local_share
 from cost_models.devices import Device
@@ -31,7 +32,7 @@ from passes.search.feature.graph import FeatureGraph, Unit
 from passes.search.feature.local import local_cost
 from passes.search.feature.options import (
     Options,
-    StoredChoice,
+    UnitNumbers,
     arriving_options,
     bytes_of,
     options_of,
@@ -39,41 +40,19 @@ from passes.search.feature.options import (
     sizes_of,
     storage_share,
     stored_options,
+    undominated,
 )
 from passes.search.feature.parameters import ShardedParameter, sum_bytes
 from passes.search.feature.seconds import (
     LocalRows,
     local_seconds,
     local_weight_seconds,
+    local_working_bytes,
     parts_of_sum,
     weight_rows,
 )
 from passes.search.feature.setting import Setting
 from passes.shard.words import Choice, Need
-
-
-@dataclass(frozen=True, eq=False)
-class UnitNumbers:
-    """Arrays over one unit's options. ``detail``: what the options are: one-axis choices, or ways to store a parameter."""
-
-    seconds: FloatArray
-    bytes: FloatArray
-    inputs: tuple[IntArray, ...]
-    outputs: tuple[IntArray, ...]
-    detail: Options | tuple[tuple[StoredChoice, ...], ...]
-    index: IntArray
-    """The index of each option in ``detail``: dominated ones are gone."""
-
-    def keep(self, chosen: NDArray[np.bool_] | NDArray[np.intp]) -> UnitNumbers:
-        return UnitNumbers(
-            self.seconds[chosen],
-            self.bytes[chosen],
-            tuple(codes[chosen] for codes in self.inputs),
-            tuple(codes[chosen] for codes in self.outputs),
-            self.detail,
-            self.index[chosen],
-        )
-
 
 Restriction: TypeAlias = Callable[[Unit, UnitNumbers], UnitNumbers]
 
@@ -197,14 +176,20 @@ class _Builder:
         options = {
             u.index: options_of(u, u.choices, self.problem.mesh.shape, self.problem.symbols) for u in ops
         }
-        seconds = self._op_seconds(ops, options)
+        seconds, working = self._op_numbers(ops, options)
         saved = self._saved_bytes(ops, options)
         found = []
         for unit in self.problem.space.units:
             if unit.kind == "op":
                 o = options[unit.index]
                 own = UnitNumbers(
-                    seconds[unit.index], saved[unit.index], o.inputs, o.outputs, o, np.arange(o.count)
+                    seconds[unit.index],
+                    saved[unit.index],
+                    working[unit.index],
+                    o.inputs,
+                    o.outputs,
+                    o,
+                    np.arange(o.count),
                 )
             elif unit.kind == "parameter":
                 own = self._parameter(unit)
@@ -212,11 +197,13 @@ class _Builder:
                 own = self._fixed(unit)
             if self.restrict is not None:  # before the rest is dropped: what is pinned need not be the best
                 own = self.restrict(unit, own)
-            found.append(_undominated(own))
+            found.append(undominated(own))
         return tuple(found)
 
-    def _op_seconds(self, ops: Sequence[Unit], options: dict[int, Options]) -> dict[int, FloatArray]:
-        """Per step; one call for all ops and options."""
+    def _op_numbers(
+        self, ops: Sequence[Unit], options: dict[int, Options]
+    ) -> tuple[dict[int, FloatArray], dict[int, FloatArray]]:
+        """(seconds per step, bytes that backward works in); one call for all ops and options."""
         rows: list[LocalRows] = []
         pieces: list[tuple[int, int]] = []  # (unit, how many members) of each run of rows
         for unit in ops:
@@ -229,15 +216,20 @@ class _Builder:
                 forwards = 2 if twice else 1
                 rows.append(LocalRows(np.full(o.count, member), o.work_share, traffic, parts, forwards))
                 pieces.append((unit.index, count))
-        flat = local_seconds(self.problem.space.costs, rows, self.problem.samples, self.setting.devices)
-        found = {unit.index: np.zeros(options[unit.index].count) for unit in ops}
-        for (unit_index, count), part in zip(
-            pieces, np.split(flat, np.cumsum([len(r.ops) for r in rows])[:-1]), strict=True
-        ):
+        costs, samples = self.problem.space.costs, self.problem.samples
+        ends = np.cumsum([len(r.ops) for r in rows])[:-1]
+        flat = local_seconds(costs, rows, samples, self.setting.devices)
+        found, working = ({unit.index: np.zeros(options[unit.index].count) for unit in ops} for _ in range(2))
+        for (unit_index, count), part in zip(pieces, np.split(flat, ends), strict=True):
             found[unit_index] += part * (count * self.problem.microbatches)
+        trained = {unit.index for unit in ops if unit.name in self.problem.space.graph.needs_grad}
+        flat = local_working_bytes(costs, rows, samples)
+        for (unit_index, _), part in zip(pieces, np.split(flat, ends), strict=True):
+            if unit_index in trained:
+                working[unit_index] = np.maximum(working[unit_index], part)
         for unit in ops:
             found[unit.index] += self._local_seconds(unit, options[unit.index])
-        return found
+        return found, working
 
     def _local_seconds(self, unit: Unit, o: Options) -> FloatArray:
         """Per step, of the collectives inside the unit's ops."""
@@ -292,7 +284,7 @@ class _Builder:
         axes = len(self.problem.mesh.shape)
         whole = np.zeros(1, dtype=np.int64)
         if unit.kind == "output":
-            return UnitNumbers(np.zeros(1), np.zeros(1), (whole,), (), (), whole)
+            return UnitNumbers(np.zeros(1), np.zeros(1), np.zeros(1), (whole,), (), (), whole)
         if unit.kind in ("value", "leaving"):
             return self._crossing(unit)
         spec = unit.outputs[0]
@@ -305,9 +297,8 @@ class _Builder:
         ways = [Choice((), (Replicate(),)), *([] if dim is None else [Choice((), (Shard(dim),))])]
         o = options_of(unit, ways, self.problem.mesh.shape, self.problem.symbols)
         assert o.axes.shape[1] == axes
-        return UnitNumbers(
-            np.zeros(o.count), o.output_share[:, 0] * size, (), o.outputs, o, np.arange(o.count)
-        )
+        held = o.output_share[:, 0] * size
+        return UnitNumbers(np.zeros(o.count), held, np.zeros(o.count), (), o.outputs, o, np.arange(o.count))
 
     def _crossing(self, unit: Unit) -> UnitNumbers:
         """A value between parts arrives and leaves whole or split; a rank is charged the bytes that come to it: the value's
@@ -320,9 +311,8 @@ class _Builder:
         o = options_of(unit, ways, self.problem.mesh.shape, self.problem.symbols)
         comes = self.problem.space.gradient_comes_back(unit)
         received = o.operand_share[:, 0] * (float(bytes_of(spec, self.problem.symbols)) * comes)
-        return UnitNumbers(
-            received * self._seconds_per_byte, np.zeros(o.count), o.inputs, (), o, np.arange(o.count)
-        )
+        seconds, nothing = received * self._seconds_per_byte, np.zeros(o.count)
+        return UnitNumbers(seconds, nothing, nothing, o.inputs, (), o, np.arange(o.count))
 
     def _arriving(self, unit: Unit) -> UnitNumbers:
         """A value of another part arrives. If its gradient goes back in parts of a sum, the first is charged to those whom
@@ -336,7 +326,7 @@ class _Builder:
         more = (parts - 1) * (size * self.setting.returned_share(unit.name))
         codes = np.array([combine([c.code for c in way]) for way in ways], dtype=np.int64)
         seconds = (held + more) * self._seconds_per_byte
-        return UnitNumbers(seconds, held, (), (codes,), ways, np.arange(len(ways)))
+        return UnitNumbers(seconds, held, np.zeros(len(ways)), (), (codes,), ways, np.arange(len(ways)))
 
     @property
     def _seconds_per_byte(self) -> float:
@@ -374,27 +364,9 @@ class _Builder:
         return UnitNumbers(
             np.array([seconds for seconds, _ in known[key]]) * count,
             np.array([held for _, held in known[key]]) * count,
+            np.zeros(len(ways)),
             (),
             (codes,),
             ways,
             np.arange(len(ways)),
         )
-
-
-def _undominated(own: UnitNumbers) -> UnitNumbers:
-    unlike = isinstance(own.detail, Options) and own.detail.unlike
-    return own if unlike else own.keep(undominated(own))
-
-
-def undominated(own: UnitNumbers) -> NDArray[np.intp]:
-    """Options that no other with the same codes beats in both seconds and bytes; of equal ones the first."""
-    codes = list(zip(*(c.tolist() for c in (*own.inputs, *own.outputs)), strict=True))
-    if not codes:
-        codes = [()] * len(own.seconds)
-    best: dict[object, list[int]] = {}
-    order = np.lexsort((np.arange(len(own.seconds)), own.bytes, own.seconds))
-    for k in order.tolist():
-        rivals = best.setdefault(codes[k], [])
-        if all(own.bytes[r] > own.bytes[k] for r in rivals):
-            rivals.append(k)
-    return np.array(sorted(k for rivals in best.values() for k in rivals), dtype=np.intp)

@@ -24,8 +24,8 @@ from cost_models.arrays import FloatArray
 from passes.search.feature.bridges import BridgeTable
 from passes.search.feature.codes import DEFERRED, WHOLE, combine, digits, left_in_parts, needs_of
 from passes.search.feature.graph import Unit
-from passes.search.feature.options import Options, bytes_of
-from passes.search.feature.problem import FeatureProblem, UnitNumbers
+from passes.search.feature.options import Options, UnitNumbers, bytes_of
+from passes.search.feature.problem import FeatureProblem
 from passes.search.feature.tuning import TUNING
 
 
@@ -71,7 +71,7 @@ class _Ties:
         return best != before
 
     def _cost(self, index: int) -> tuple[float, float, float]:
-        """(seconds, bytes, largest buffer) of a unit and its bridges."""
+        """(seconds, bytes, largest buffer with what its backward works in) of a unit and its bridges."""
         numbers, k = self.problem.units[index], self.chosen[index]
         seconds, held, buffer = float(numbers.seconds[k]), float(numbers.bytes[k]), 0.0
         for w in self.wires[index]:
@@ -83,7 +83,7 @@ class _Ties:
             seconds += sum(np.inf for bridge in found if not bridge.allowed[0, 0])
             held += sum(float(bridge.copies[0, 0]) for bridge in found)
             buffer = max(buffer, sum(float(bridge.buffers[0, 0]) for bridge in found))
-        return seconds, held, buffer
+        return seconds, held, buffer + float(numbers.working_bytes[k])
 
     def _code(self, unit: int, tensor: int, *, made: bool) -> int:
         numbers = self.problem.units[unit]

@@ -52,7 +52,7 @@ class StageCost:
     held_bytes: float
     """Held per micro-batch in flight."""
     buffer_bytes: float
-    """The largest buffer of any bridge."""
+    """The largest buffer of any bridge, and the most that the backward of an op works in."""
 
     def __add__(self, other: StageCost) -> StageCost:
         return StageCost(
@@ -178,7 +178,7 @@ class _Piece(WholeGraph):
 
 
 def _cost(whole: WholeGraph) -> StageCost:
-    seconds, saved = whole.ops()
+    seconds, saved, working = whole.ops()
     bridges, copies, buffer, _, deferred = whole.bridges()
     inside, _ = whole.inside_ops()
     once, kept, _ = whole.placeholders(deferred)
@@ -190,7 +190,7 @@ def _cost(whole: WholeGraph) -> StageCost:
         if given.kind == "value" and (given.node, 0) in needs
     )
     each = math.fsum(seconds.values()) + bridges - whole.hidden_seconds() + inside
-    return StageCost(each, once, kept - arriving, saved + copies + arriving, buffer)
+    return StageCost(each, once, kept - arriving, saved + copies + arriving, buffer + working)
 
 
 def _placed(

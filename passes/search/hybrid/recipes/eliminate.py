@@ -46,7 +46,7 @@ class Amounts:
     held_bytes: FloatArray
     """Held per micro-batch in flight."""
     buffer_bytes: FloatArray
-    """The largest buffer of any bridge."""
+    """The largest buffer of any bridge, and the most that the backward of an op works in."""
 
 
 @dataclass(frozen=True)
@@ -143,7 +143,7 @@ class Elimination:
     def amounts(self, chosen: NDArray[np.intp]) -> Amounts:
         """Return what choices [units, …] take."""
         shape = chosen.shape[1:]
-        seconds, once, state, held, buffers = (np.zeros(shape) for _ in range(5))
+        seconds, once, state, held, buffers, working = (np.zeros(shape) for _ in range(6))
         for unit, numbers, option in zip(self.problem.space.units, self.problem.units, chosen, strict=True):
             if unit.kind in KEPT_KINDS:
                 once += numbers.seconds[option]
@@ -151,6 +151,7 @@ class Elimination:
             else:
                 seconds += numbers.seconds[option]
                 held += numbers.bytes[option]
+                working = np.maximum(working, numbers.working_bytes[option])
         for wire, known in zip(self.problem.space.wires, self.tables, strict=True):
             takes = _takes_seconds(known), known.table.copies.any(), known.table.buffers.any()
             if not any(takes):
@@ -164,7 +165,7 @@ class Elimination:
                 held += _over_needs(known.table.copies, at, needs)
             if takes[2]:
                 buffers = np.maximum(buffers, _over_needs(known.table.buffers, at, needs))
-        return Amounts(seconds, once, state, held, buffers)
+        return Amounts(seconds, once, state, held, buffers + working)
 
 
 def eliminate(

@@ -26,9 +26,9 @@ from passes.search.feature.bound import wire_tables
 from passes.search.feature.bridges import Bridges
 from passes.search.feature.codes import DEFERRED, digits
 from passes.search.feature.graph import FeatureGraph, Unit, feature_graph, leaving_name
-from passes.search.feature.options import Options, placements_of
+from passes.search.feature.options import Options, UnitNumbers, placements_of
 from passes.search.feature.pins import Pin, pins_of_part, resolve, restricted
-from passes.search.feature.problem import FeatureProblem, UnitNumbers, build_problem
+from passes.search.feature.problem import FeatureProblem, build_problem
 from passes.search.feature.seconds import counts_samples
 from passes.search.feature.setting import PartPlace, Setting
 from passes.search.feature.ties import each_without_needless_sums

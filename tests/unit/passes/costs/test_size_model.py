@@ -27,7 +27,7 @@ def test_as_many_sizes_as_the_numbers_need(
 
     def profiler(signature: int, size: int) -> OpProfile:
         asked.add(size)
-        return OpProfile(OpStructure(), OpWork(forward_flops=flops(size)), 4 * size, ())
+        return OpProfile(OpStructure(), OpWork(forward_flops=flops(size)), 4 * size, 0, ())
 
     model = fit(1, profiler)
     assert (asked, model.direct) == (profiled, direct)
@@ -37,6 +37,6 @@ def test_as_many_sizes_as_the_numbers_need(
 
 def test_a_structure_that_changes_with_the_size_fits_nothing() -> None:
     def profiler(signature: int, size: int) -> OpProfile:
-        return OpProfile(OpStructure(own_storages=int(size == 3)), OpWork(), 0, (0,) * (size == 3))
+        return OpProfile(OpStructure(own_storages=int(size == 3)), OpWork(), 0, 0, (0,) * (size == 3))
 
     assert fit(1, profiler).direct == (0,)
