@@ -85,6 +85,11 @@ class _Ledger:
         if held.any():
             self._entries[rank] += [(*since, held), (*until, -held)]
 
+    def keep(self, rank: int, size_bytes: float, since: tuple[float, float]) -> None:
+        """Hold ``size_bytes``, whatever the micro-batch's size, from one moment to the end of the step."""
+        seconds, place = since
+        self._entries[rank].append((np.array([seconds]), np.array([place]), np.array([float(size_bytes)])))
+
     def curve(self, rank: int, state_bytes: float) -> MemoryCurve:
         entries = [(np.zeros(1), np.full(1, -1.0), np.full(1, state_bytes)), *self._entries[rank]]
         seconds, place, change = (np.concatenate(column) for column in zip(*entries, strict=True))
@@ -100,6 +105,7 @@ def memory_curves(
     begun = [(times.start[0, s], times.place[0, s]) for s in range(len(graph.segments))]
     forward, backward, weight = ([_ends(times, p, s) for s in range(len(graph.segments))] for p in range(3))
     done = [_latest(f, b, w) for f, b, w in zip(forward, backward, weight, strict=True)]
+    at_first = list(state_bytes)
     for s, segment in enumerate(graph.segments):
         cost, rank = segment.cost, segment.rank
         deferred = cost.weight_saved_bytes * (times.end[2, s] >= 0.0)
@@ -109,16 +115,12 @@ def memory_curves(
             within = np.full(len(scale), float(cost.transient_bytes))
             within[first] = cost.first_transient_bytes or cost.transient_bytes
             ledger.hold(rank, within, (times.start[1, s], times.place[1, s]), backward[s])
-            missing = np.zeros(len(scale))
-            missing[first] = (
-                -cost.gradient_bytes / scale[first]
-            )  # a part of the state, whatever the micro-batch's size
-            nothing_yet = np.zeros(len(scale)), np.full(len(scale), -0.5)
-            ledger.hold(rank, missing, nothing_yet, done[s])
+            at_first[rank] -= cost.gradient_bytes
+            ledger.keep(rank, cost.gradient_bytes, (float(done[s][0][first]), float(done[s][1][first])))
         ledger.hold(rank, deferred, backward[s], done[s])  # after what ends at the same moment
     for value in graph.values:
         _hold_value(ledger, graph, times, value, done)
-    return tuple(ledger.curve(rank, state_bytes[rank]) for rank in range(graph.world_size))
+    return tuple(ledger.curve(rank, at_first[rank]) for rank in range(graph.world_size))
 
 
 def _hold_value(

@@ -83,7 +83,7 @@ def test_what_is_kept_is_not_carried_through_again(graph: OpGraph) -> None:
 def test_what_overflows_is_not_kept_however_fast(graph: OpGraph) -> None:
     """Devices hold what the slower of two candidates needs, and not what the faster does."""
     roomy = judge_of(graph)
-    heavy, light = (roomy.simulate(cut_at(graph, 0.5, m)) for m in (1, 8))
+    heavy, light = (roomy.simulate(cut_at(graph, 0.5, m)) for m in (2, 8))
     assert max(heavy.peak_bytes) > max(light.peak_bytes)
     assert heavy.step_seconds < light.step_seconds
     room = int(max(light.peak_bytes))

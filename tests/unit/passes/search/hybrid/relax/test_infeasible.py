@@ -126,8 +126,8 @@ MIB = 2**20
 @pytest.mark.parametrize(
     ("memory", "further", "expected"),
     [
-        (5 * MIB, {}, ("optimizer_memory=", "devices with", "1 more node")),
-        (3 * MIB, {}, ("devices with", "4 more nodes")),
+        (5 * MIB, {}, ("optimizer_memory=", "devices with", "2 more nodes")),
+        (3 * MIB, {}, ("devices with", "6 more nodes")),
         (
             10 * MIB,
             {"microbatches": 1, "recompute": "none"},
@@ -163,7 +163,7 @@ def test_unlike_devices_are_suggested_in_times() -> None:
         (6 * MIB, "pipeline=2 tensor=4 recompute=none", ("devices with",)),
         (13 * MIB, "pipeline=2 tensor=2 data=2 zero=0 microbatch=4", ("zero=3 (of 0)", "devices with")),
         (
-            13.25 * MIB,
+            14 * MIB,
             "pipeline=2 tensor=2 data=2 zero=0 microbatch=2 recompute=none",
             ("microbatch=1 (of 2)", "tensor=4 data=1", "devices with"),
         ),
