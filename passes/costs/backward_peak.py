@@ -18,8 +18,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
+from cost_models.arrays import FloatArray
 from passes.costs.costs import GraphCosts
-from passes.graph.graph import OpGraph
+from passes.graph.graph import OpGraph, once_per_graph
 
 
 @dataclass(frozen=True)
@@ -61,6 +64,21 @@ def backward_peak(
         walk.sum_parameters(op)
     beyond, first = (max(0, int(most - walk.saved_before)) for most in (walk.most, walk.first_most))
     return BackwardPeak(beyond, first, int(walk.grown))
+
+
+@once_per_graph
+def working_bytes(graph: OpGraph, costs: GraphCosts, batch_size: int) -> FloatArray:
+    """[ops] bytes that the backward of the whole graph holds while it is at each op, beyond all that was saved for it; 0
+    where it is less, and of ops that have none."""
+    ops = range(len(costs.ops))
+    walk = _Walk(graph, costs.exact(batch_size), ops, batch_size, ())
+    found = np.zeros(len(ops))
+    for op in reversed(ops):
+        if op in walk.trained:
+            found[op] = max(0.0, walk.step(op, keep=False) - walk.saved_before)
+        walk.free(op)
+        walk.sum_parameters(op)
+    return found
 
 
 class _Walk:
@@ -107,20 +125,21 @@ class _Walk:
         self.gradients_alive = 0.0
         self.most = self.first_most = float(self.alive)
 
-    def _reach(self, more: float) -> None:
-        """Note what is alive with ``more`` on top."""
+    def _reach(self, more: float) -> float:
+        """Note and return what is alive with ``more`` on top."""
         most = self.alive + self.gradients_alive + more
         self.most, self.first_most = max(self.most, most), max(self.first_most, most + self.grown)
+        return most
 
-    def step(self, op: int, *, keep: bool) -> None:
-        """Run the backward of ``op``; ``keep``: its result's gradient is needed later."""
+    def step(self, op: int, *, keep: bool) -> float:
+        """Run the backward of ``op`` and return what is alive meanwhile; ``keep``: its result's gradient is needed later."""
         region = self.region_of.get(op)
         if region is not None and region not in self.filled:
             self.filled.add(region)
             self.alive += self.again[region]
         own = self.gradient.pop(op, None)
         made = float(self.made[op])
-        self._reach(made)
+        most = self._reach(made)
         for producer in dict.fromkeys(producer for producer, _ in self.costs.reads[op]):
             if producer not in self.trained:
                 continue
@@ -132,6 +151,7 @@ class _Walk:
             self.gradient[producer] = given
         if not keep:
             self._release(own)
+        return most
 
     def free(self, op: int) -> None:
         """Free what no op before ``op`` saved."""

@@ -28,6 +28,7 @@ from cost_models.conversion import (
     steps_seconds,
 )
 from cost_models.layout import Partial, Placement, Replicate, Shard
+from passes.costs.backward_peak import working_bytes
 from passes.costs.costs import GraphCosts
 from passes.graph.graph import OpGraph, tensor_specs
 from passes.search.feature.bridges import summed_beside
@@ -40,7 +41,6 @@ from passes.search.feature.seconds import (
     layers_of,
     local_seconds,
     local_weight_seconds,
-    local_working_bytes,
     parts_of_sum,
     splits_samples,
     traffic_of_parts,
@@ -144,9 +144,10 @@ class WholeGraph:
             rows.append(LocalRows(np.array([index]), np.array([busy]), traffic, number, forwards))
             shares[node.name] = np.array([made]), np.array([busy])
         seconds = local_seconds(self.costs, rows, self.samples, self.setting.devices)
-        working = local_working_bytes(self.costs, rows, self.samples)
-        trained = [name in self.graph.needs_grad for name in shares]
-        most = float((working * trained).max(initial=0.0))
+        most = 0.0
+        for row in rows:
+            working = working_bytes(self.graph, self.costs, self.samples // int(row.parts[0]))
+            most = max(most, float(working[row.ops[0]] * row.traffic.bytes[0]))
         return dict(zip(shares, seconds.tolist(), strict=True)), self._saved(shares), most
 
     def inside_ops(self) -> tuple[float, float]:

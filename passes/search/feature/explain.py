@@ -99,7 +99,7 @@ def alternatives(
         tuple(graph.input_of[m].name if m in graph.input_of else m for m in unit.members),
         mesh,
         ways,
-        problem.capacity_bytes,
+        problem.capacity_bytes + problem.floor_bytes,
         _left_out(unit, problem.units[unit.index]),
     )
 
@@ -243,7 +243,7 @@ def _ways(
             step_seconds=cost.seconds,
             computes_seconds=computes,
             sends_seconds=sends,
-            memory_bytes=cost.bytes,
+            memory_bytes=cost.bytes + problem.floor_bytes,
             chosen=_is_held(graph, placement, unit, numbers, k),
             possible=cost.seconds < TUNING.forbidden_seconds,
         )

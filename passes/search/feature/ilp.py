@@ -80,7 +80,7 @@ class FeatureProgram:
             self._wire(w)
         self.program.minimize(self.objective)
         if self.buffer is not None:
-            capacity = (self.problem.capacity_bytes - self._least_working_bytes) / self.byte_scale
+            capacity = self.problem.capacity_bytes / self.byte_scale
             self.program.row({**self.held, self.buffer: 1.0, **self._working()}, "<=", capacity)
 
     def solve(self, time_limit_seconds: float) -> IlpResult:
@@ -100,17 +100,11 @@ class FeatureProgram:
             self.objective[variable] = seconds / self.time_scale
             self.held[variable] = size / self.byte_scale
 
-    @property
-    def _least_working_bytes(self) -> float:
-        """Bytes that backward works in whatever is chosen: w counts from here."""
-        return max((float(unit.working_bytes.min()) for unit in self.problem.units), default=0.0)
-
     def _working(self) -> Terms:
         """Make w, with a row for each unit that may need more than what is needed anyway."""
-        least = self._least_working_bytes
         more = self.program.variable("w")
         for own, unit in zip(self.x, self.problem.units, strict=True):
-            beyond = np.maximum(unit.working_bytes - least, 0.0) / self.byte_scale
+            beyond = unit.working_bytes / self.byte_scale
             if beyond.any():
                 terms = {x: -size for x, size in zip(own, beyond.tolist(), strict=True)}
                 self.program.row({more: 1.0, **terms}, ">=", 0.0)

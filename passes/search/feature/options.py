@@ -299,7 +299,7 @@ class UnitNumbers:
     seconds: FloatArray
     bytes: FloatArray
     working_bytes: FloatArray
-    """Held on top while the backward of one of the unit's ops runs: its result's gradient and what it makes."""
+    """Held on top of all that was saved while the backward of one of the unit's ops runs."""
     inputs: tuple[IntArray, ...]
     outputs: tuple[IntArray, ...]
     detail: Options | tuple[tuple[StoredChoice, ...], ...]

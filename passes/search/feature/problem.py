@@ -26,6 +26,7 @@ from cost_models.communication import hidden_seconds
 from cost_models.conversion import local_share
 from cost_models.devices import Device
 from cost_models.layout import Mesh, Placement, Replicate, Shard
+from passes.costs.backward_peak import working_bytes
 from passes.search.feature.bridges import Bridges, BridgeTable
 from passes.search.feature.codes import DEFERRED, combine, needs_of
 from passes.search.feature.graph import FeatureGraph, Unit
@@ -47,7 +48,6 @@ from passes.search.feature.seconds import (
     LocalRows,
     local_seconds,
     local_weight_seconds,
-    local_working_bytes,
     parts_of_sum,
     weight_rows,
 )
@@ -68,12 +68,15 @@ class FeatureProblem:
     """Per micro-batch."""
     units: tuple[UnitNumbers, ...]
     capacity_bytes: float
+    """Without ``floor_bytes``, which are not counted in the options' ``working_bytes`` either."""
     bridges: Bridges
     symbols: dict[sympy.Symbol, int]
     devices: tuple[Device, ...]
     """One of each kind."""
     contention: float
     """Factor by which computing slows down while something is sent."""
+    floor_bytes: float = 0.0
+    """Bytes that backward works in at least, whatever is chosen."""
     largest_buffer_bytes: float = math.inf
     """Bridges with larger buffers leave no room for the rest: they are not allowed."""
 
@@ -152,7 +155,14 @@ def build_problem(
         setting.devices,
         contention,
     )
-    return replace(empty, units=_Builder(empty, setting, restrict).units())
+    units = _Builder(empty, setting, restrict).units()
+    floor_bytes = max((float(unit.working_bytes.min(initial=math.inf)) for unit in units), default=0.0)
+    if not math.isfinite(floor_bytes):  # a pin leaves a unit no option
+        floor_bytes = 0.0
+    beyond = (replace(u, working_bytes=np.maximum(u.working_bytes - floor_bytes, 0.0)) for u in units)
+    return replace(
+        empty, units=tuple(beyond), floor_bytes=floor_bytes, capacity_bytes=empty.capacity_bytes - floor_bytes
+    )
 
 
 def least_saved_bytes(space: FeatureGraph, ranks: int, samples: int) -> float:
@@ -176,7 +186,7 @@ class _Builder:
         options = {
             u.index: options_of(u, u.choices, self.problem.mesh.shape, self.problem.symbols) for u in ops
         }
-        seconds, working = self._op_numbers(ops, options)
+        seconds = self._op_seconds(ops, options)
         saved = self._saved_bytes(ops, options)
         found = []
         for unit in self.problem.space.units:
@@ -185,7 +195,7 @@ class _Builder:
                 own = UnitNumbers(
                     seconds[unit.index],
                     saved[unit.index],
-                    working[unit.index],
+                    self._working_bytes(unit, o),
                     o.inputs,
                     o.outputs,
                     o,
@@ -200,10 +210,8 @@ class _Builder:
             found.append(undominated(own))
         return tuple(found)
 
-    def _op_numbers(
-        self, ops: Sequence[Unit], options: dict[int, Options]
-    ) -> tuple[dict[int, FloatArray], dict[int, FloatArray]]:
-        """(seconds per step, bytes that backward works in); one call for all ops and options."""
+    def _op_seconds(self, ops: Sequence[Unit], options: dict[int, Options]) -> dict[int, FloatArray]:
+        """Per step; one call for all ops and options."""
         rows: list[LocalRows] = []
         pieces: list[tuple[int, int]] = []  # (unit, how many members) of each run of rows
         for unit in ops:
@@ -219,17 +227,23 @@ class _Builder:
         costs, samples = self.problem.space.costs, self.problem.samples
         ends = np.cumsum([len(r.ops) for r in rows])[:-1]
         flat = local_seconds(costs, rows, samples, self.setting.devices)
-        found, working = ({unit.index: np.zeros(options[unit.index].count) for unit in ops} for _ in range(2))
+        found = {unit.index: np.zeros(options[unit.index].count) for unit in ops}
         for (unit_index, count), part in zip(pieces, np.split(flat, ends), strict=True):
             found[unit_index] += part * (count * self.problem.microbatches)
-        trained = {unit.index for unit in ops if unit.name in self.problem.space.graph.needs_grad}
-        flat = local_working_bytes(costs, rows, samples)
-        for (unit_index, _), part in zip(pieces, np.split(flat, ends), strict=True):
-            if unit_index in trained:
-                working[unit_index] = np.maximum(working[unit_index], part)
         for unit in ops:
             found[unit.index] += self._local_seconds(unit, options[unit.index])
-        return found, working
+        return found
+
+    def _working_bytes(self, unit: Unit, o: Options) -> FloatArray:
+        """Bytes that a rank holds while the backward of one of the unit's ops runs, beyond what was saved: in proportion to
+        the share of its memory traffic."""
+        space, samples = self.problem.space, self.problem.samples
+        parts, traffic = o.split(unit, space.graph, self.problem.mesh.shape, self.problem.symbols)
+        members, found = [space.op_index[name] for name in unit.members], np.zeros(o.count)
+        for count in np.unique(parts).tolist():
+            own = working_bytes(space.graph, space.costs, samples // count)[members].max()
+            found[parts == count] = own * traffic.bytes[parts == count]
+        return found
 
     def _local_seconds(self, unit: Unit, o: Options) -> FloatArray:
         """Per step, of the collectives inside the unit's ops."""

@@ -93,18 +93,6 @@ def local_seconds(
     return slowest
 
 
-def local_working_bytes(costs: GraphCosts, rows: Sequence[LocalRows], samples: int) -> FloatArray:
-    """Bytes that a rank holds on top while the backward of each row's op runs: its result's gradient, and what it makes.
-
-    The walk through a whole backward (``passes.costs.backward_peak``) has gradients of other branches as well, and frees
-    what later ops had saved; the fullest moment of most models is at the end, where there are none of either.
-    """
-    found = np.zeros(sum(len(row.ops) for row in rows))
-    for chosen, local, _ in _local(costs, rows, samples):
-        found[chosen] = local.output_bytes + local.backward_peak_bytes
-    return found
-
-
 def local_weight_seconds(
     costs: GraphCosts, rows: Sequence[LocalRows], samples: int, devices: Sequence[ComputeDevice]
 ) -> FloatArray:
@@ -163,7 +151,6 @@ def _shared(whole: OpTable, sums: FloatArray, work: FloatArray, traffic: ByteSha
         backward_weight_bytes=(whole.backward_weight_bytes - sums) * traffic.weight_bytes
         + sums * traffic.sum_bytes,
         output_bytes=whole.output_bytes * traffic.bytes,
-        backward_peak_bytes=whole.backward_peak_bytes * traffic.bytes,
     )
 
 

@@ -101,7 +101,8 @@ class ProblemSearch:
         cost, chosen = self.best
         options = tuple(int(u.index[k]) for u, k in zip(self.problem.units, chosen, strict=True))
         bound = min(self.bound, cost.seconds)
-        return Solved(options, cost.seconds, cost.bytes, bound, status)
+        held = cost.bytes + self.problem.floor_bytes
+        return Solved(options, cost.seconds, held, bound, status)
 
     # ----------------------------------------------------------------------------------------------
     # Steps
@@ -114,7 +115,7 @@ class ProblemSearch:
         """Note that every choice needs so much more than there is."""
         if over_bytes <= 0:
             return
-        self.least_bytes = self.problem.capacity_bytes + over_bytes
+        self.least_bytes = self.problem.capacity_bytes + self.problem.floor_bytes + over_bytes
         self.possible = False
         self.bound = math.inf
 

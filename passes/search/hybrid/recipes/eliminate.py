@@ -165,7 +165,7 @@ class Elimination:
                 held += _over_needs(known.table.copies, at, needs)
             if takes[2]:
                 buffers = np.maximum(buffers, _over_needs(known.table.buffers, at, needs))
-        return Amounts(seconds, once, state, held, buffers + working)
+        return Amounts(seconds, once, state, held, buffers + working + self.problem.floor_bytes)
 
 
 def eliminate(

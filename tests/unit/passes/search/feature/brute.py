@@ -14,7 +14,7 @@ def every_cost(problem: FeatureProblem) -> tuple[np.ndarray, np.ndarray]:
     sizes = [len(unit.seconds) for unit in problem.units]
     axis = {u: i for i, u in enumerate(u for u, size in enumerate(sizes) if size > 1)}
     shape = tuple(sizes[u] for u in axis)
-    seconds, held, buffer = np.zeros(shape), np.zeros(shape), np.zeros(shape)
+    seconds, held, buffer, working = (np.zeros(shape) for _ in range(4))
 
     def along(u: int, values: np.ndarray) -> np.ndarray:
         if u not in axis:
@@ -24,6 +24,7 @@ def every_cost(problem: FeatureProblem) -> tuple[np.ndarray, np.ndarray]:
     for u, unit in enumerate(problem.units):
         seconds = seconds + along(u, unit.seconds)
         held = held + along(u, unit.bytes)
+        working = np.maximum(working, along(u, unit.working_bytes))
     for w, wire in enumerate(problem.space.wires):
         made = problem.units[wire.producer].outputs[wire.output]
         sources = sorted(set(made.tolist()))
@@ -47,7 +48,7 @@ def every_cost(problem: FeatureProblem) -> tuple[np.ndarray, np.ndarray]:
         for hidden, column in zip(problem.hidden(w, sources, needs), columns, strict=False):
             seconds = seconds - hidden[row, column]
         buffer = np.maximum(buffer, at_once)
-    return seconds, held + buffer
+    return seconds, held + buffer + working
 
 
 def combinations(problem: FeatureProblem) -> int:
