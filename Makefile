@@ -10,7 +10,7 @@ export OMP_NUM_THREADS ?= 1
 # compile our sources anew, a second of processor time.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: help setup demo test test-all browser browser-setup lint verify-all odd-models architectures fuzz golden house faults bounds bench predict published checkpoint generated docs test-docs wheel clean
+.PHONY: help setup demo test test-all browser browser-setup lint verify-all odd-models architectures fuzz golden house faults bounds bench predict gpu published checkpoint generated docs test-docs wheel clean
 
 help:
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 14
@@ -92,6 +92,9 @@ bench: setup  ## the executor beside torch.distributed.pipelining, DTensor and D
 predict: setup  ## predicted beside measured step time and memory
 	$(BIN)/python -m benchmarks.prediction
 	$(BIN)/python -m benchmarks.prediction --hybrid
+
+gpu: setup  ## all that one GPU can tell, in 8 minutes: tests, calibration, predicted beside measured; no GPU: nothing
+	$(BIN)/python -m benchmarks.gpu
 
 RUNS ?= ../shared/data/published/runs.csv
 published: setup  ## predicted beside published runs on GPUs; RUNS=runs.csv

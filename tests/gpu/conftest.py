@@ -2,7 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
+import pytest
 import torch
+
+from runtime.ranks.launch import WorkerPool
 
 if not torch.cuda.is_available():
     collect_ignore_glob = ["test_*.py"]
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[WorkerPool]:
+    with WorkerPool(2) as workers:
+        yield workers

@@ -1,0 +1,197 @@
+"""One model trained on one device: its step time and peak memory beside their predictions, with defaults and calibrated.
+
+    python -m benchmarks.gpu_models gpt2 --device cuda --calibration gpu.json --json gpt2.json
+
+``make gpu`` runs this once for each of MODELS, each in a process of its own, so that one that fails takes no other along.
+Weights are random, sizes such that training takes less than 20 GiB.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from cost_models.cluster import ClusterSpec
+from cost_models.gpu.fit import calibrated
+from cost_models.gpu.profile import GpuProfile
+from cost_models.precision import Precision
+from cost_models.presets import DEVICES
+from examples.mlp import mlp
+from examples.unet import unet
+from partitioner.api import partition
+from partitioner.models.as_graph import as_graph
+from partitioner.models.load import load_workload
+from partitioner.models.workload import Workload
+from partitioner.plan import Plan
+from partitioner.verify.grow_batch import grow_batch
+from passes.graph.graph import OpGraph
+from passes.trace.batch import map_tensors
+
+STEPS, WARM_UPS = 10, 3
+BF16 = Precision(compute=torch.bfloat16)
+
+
+@dataclass(frozen=True)
+class GpuModel:
+    """One model, how it is loaded and trained."""
+
+    load: Callable[[], Workload]
+    batch_size: int
+    microbatches: int = 1
+    precision: Precision = field(default_factory=Precision)
+
+
+def _bundled(name: str, seq: int | None = None, **settings: str) -> Callable[[], Workload]:
+    return lambda: load_workload(name, settings=settings, seq=seq, dtype=None)
+
+
+MODELS: Mapping[str, GpuModel] = {
+    "gpt2": GpuModel(_bundled("gpt2", 512), 8),
+    "gpt2-bf16": GpuModel(_bundled("gpt2", 1024), 8, 2, BF16),
+    "bert": GpuModel(_bundled("bert", 512), 16),
+    "bert-bf16": GpuModel(_bundled("bert", 512), 32, 2, BF16),
+    "t5": GpuModel(_bundled("t5", 256), 8),
+    "whisper": GpuModel(_bundled("whisper"), 2),
+    "vit": GpuModel(_bundled("vit"), 32),
+    "resnet50": GpuModel(_bundled("resnet50"), 32),
+    "unet": GpuModel(lambda: unet(channels=64, size=256), 8),
+    "mlp": GpuModel(lambda: mlp(inputs=4096, hidden=16384, pairs=2), 4096, 4),
+}
+
+
+def preset_of(card: str, memory_bytes: int) -> str | None:
+    """Return the preset that a driver's name means: "NVIDIA A100-SXM4-80GB" is an "A100-80GB"; None where there is none.
+
+    Of a family with several sizes, the one whose memory is closest, if it is within a tenth.
+    """
+    found = {
+        name: ClusterSpec.one_node(name, 1).nodes[0].resolved().device
+        for name, data in DEVICES.items()
+        if data["kind"] == "cuda" and name.partition("-")[0].lower() in card.replace(" ", "").lower()
+    }
+    sizes = {name: device.resolved().memory or 0 for name, device in found.items() if device is not None}
+    near = {
+        name: abs(size - memory_bytes)
+        for name, size in sizes.items()
+        if abs(size - memory_bytes) < 0.1 * memory_bytes
+    }
+    return min(near, key=near.__getitem__) if near else None
+
+
+def cluster_of(device: torch.device) -> ClusterSpec:
+    """Return the cluster of this one device, at the default costs of its preset."""
+    if device.type != "cuda":
+        return ClusterSpec.local(1)
+    properties = torch.cuda.get_device_properties(device)
+    preset = preset_of(properties.name, properties.total_memory)
+    if preset is None:
+        raise SystemExit(
+            f"there is no preset of {properties.name} with {properties.total_memory:,} bytes; "
+            f"predictions need one of {', '.join(DEVICES)}"
+        )
+    return ClusterSpec.one_node(preset, 1)
+
+
+def figures_of(
+    model: GpuModel,
+    cluster: ClusterSpec,
+    device: torch.device,
+    calibrate: Callable[[ClusterSpec], ClusterSpec] | None = None,
+    steps: int = STEPS,
+) -> Iterator[dict[str, Any]]:
+    """Yield all figures that are there, each time that there are more, so that what fails later loses none.
+
+    First the prediction at default costs, then the measurement by that plan, last the prediction at measured costs.
+    """
+    workload = model.load()
+    graph = as_graph(workload, precision=model.precision, check="off")  # compared elsewhere; it takes minutes
+    plan = partial(
+        partition,
+        graph,
+        batch_size=model.batch_size,
+        microbatches=model.microbatches,
+        precision=model.precision,
+        optimizer_memory="adamw",
+    )
+    defaults = plan(cluster)
+    row: dict[str, Any] = {
+        "batch_size": model.batch_size,
+        "microbatches": model.microbatches,
+        "precision": str(model.precision),
+        "predicted": {"defaults": _predicted(defaults)},
+    }
+    yield row
+    row["measured"] = _measured(defaults, workload, graph, model.batch_size, device, steps)
+    yield row
+    if calibrate is not None:
+        row["predicted"]["calibrated"] = _predicted(plan(calibrate(cluster)))
+        yield row
+
+
+def _measured(
+    plan: Plan, workload: Workload, graph: OpGraph, samples: int, device: torch.device, steps: int
+) -> dict[str, Any]:
+    """Train by the plan on a batch that lies on the device already: a step's median seconds, and its peaks of memory."""
+    whole = grow_batch(workload.example_inputs, graph.batch.batch_dims, workload.model, samples)
+    batch = map_tensors(whole, lambda _, leaf: leaf.to(device))
+    on_gpu = device.type == "cuda"
+    seconds = []
+    with plan.deploy(workload, graph=graph, device=device, check_hosts=False) as engine:
+        for number in range(WARM_UPS + steps):
+            if number == WARM_UPS and on_gpu:
+                torch.cuda.reset_peak_memory_stats(device)
+            started = time.perf_counter()
+            engine.train_step(batch)
+            if on_gpu:
+                torch.cuda.synchronize(device)
+            seconds.append(time.perf_counter() - started)
+    return {
+        "step_seconds": statistics.median(seconds[WARM_UPS:]),
+        "all_step_seconds": seconds,
+        "peak_allocated_bytes": torch.cuda.max_memory_allocated(device) if on_gpu else None,
+        "peak_reserved_bytes": torch.cuda.max_memory_reserved(device) if on_gpu else None,
+    }
+
+
+def _predicted(plan: Plan) -> dict[str, Any]:
+    rank = str(plan.used_devices[0])
+    return {
+        "step_seconds": plan.prediction.step_seconds,
+        "peak_bytes": plan.prediction.peak_memory_bytes[rank],
+        "confidence": plan.prediction.confidence,
+    }
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Measure one model and write its figures."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("model", choices=MODELS)
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--calibration", type=Path)
+    parser.add_argument("--json", type=Path, required=True)
+    options = parser.parse_args(arguments)
+    one = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+    os.environ.update(one)
+    device, calibrate = torch.device(options.device), None
+    if options.calibration is not None and options.calibration.exists():
+        profile = GpuProfile.load(options.calibration)
+        calibrate = partial(calibrated, profile=profile)
+    for row in figures_of(MODELS[options.model], cluster_of(device), device, calibrate):
+        options.json.write_text(json.dumps(row, indent=1))
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
