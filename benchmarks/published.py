@@ -1,6 +1,7 @@
 """Predicted beside published: steps that others measured on GPUs and published, predicted by the defaults of this package.
 
     make published RUNS=runs.csv    = python -m benchmarks.published --runs runs.csv [--only GLOB] [--json rows.json]
+                                      [--residuals], then python -m benchmarks.intervals: the intervals of predictions
 
 A row of ``--runs`` is one run: its model, cards, batch, and what a step took. Nothing is fitted here: each row is planned
 as it was run (one replica per device, ZeRO-3 where it was FSDP, so many micro-batches), and the error is what the
@@ -24,6 +25,7 @@ from pathlib import Path
 import torch
 
 from benchmarks.published_models import bert_large, gpt2, mpt, resnet50
+from benchmarks.residuals import Residual, replace_residuals, residual_of
 from cost_models.cluster import ClusterSpec
 from cost_models.errors import PartitionerError
 from cost_models.precision import Precision
@@ -43,6 +45,13 @@ CARDS = {
 }
 """The device's and the machine's preset of each card."""
 PER_MACHINE = 8
+PUBLISHERS = {
+    "mpt": "llm-foundry",
+    "hf": "Hugging Face",
+    "rasbt": "LLMs-from-scratch",
+    "dle": "DeepLearningExamples",
+}
+"""Who measured the runs whose names begin so."""
 
 
 @dataclass(frozen=True)
@@ -68,6 +77,7 @@ class Outcome:
     step_seconds: float = 0.0
     peak_bytes: float = 0.0
     refused: str = ""
+    residual: Residual | None = None
 
     @property
     def error(self) -> float:
@@ -200,7 +210,13 @@ def predicted(run: Run) -> Outcome:
     except PartitionerError as error:
         return Outcome(run, refused="; ".join([error.what, *error.because])[:300])
     prediction = plan.prediction
-    return Outcome(run, prediction.step_seconds, max(prediction.peak_memory_bytes.values()))
+    source = f"{PUBLISHERS[run.id.split('-')[0]]}, {run.gpu}"
+    return Outcome(
+        run,
+        prediction.step_seconds,
+        max(prediction.peak_memory_bytes.values()),
+        residual=residual_of("published", source, run.id, plan, run.step_seconds, run.peak_bytes),
+    )
 
 
 def spread(errors: Sequence[float]) -> str:
@@ -250,7 +266,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     parser.add_argument("--only", default="*", help="glob over the runs' ids")
     parser.add_argument("--json", type=Path, help="also write the rows here")
+    parser.add_argument("--residuals", action="store_true", help="put the rows into benchmarks/residuals.csv")
     options = parser.parse_args(arguments)
+    if options.residuals and options.only != "*":
+        parser.error("--residuals replaces all rows of this benchmark: leave out --only")
     runs = [run for run in read_runs(options.runs) if fnmatch.fnmatch(run.id, options.only)]
     since = time.perf_counter()
     outcomes = [predicted(run) for run in sorted(runs, key=lambda run: (run.id.split("/")[0], run.tokens))]
@@ -258,6 +277,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     print(f"{time.perf_counter() - since:.0f} s")
     if options.json:
         options.json.write_text(json.dumps([asdict(outcome) for outcome in outcomes], indent=1))
+    if options.residuals:
+        replace_residuals("published", [outcome.residual for outcome in outcomes if outcome.residual])
 
 
 if __name__ == "__main__":
