@@ -10,7 +10,7 @@ export OMP_NUM_THREADS ?= 1
 # compile our sources anew, a second of processor time.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: help setup demo test test-all browser browser-setup lint verify-all odd-models architectures fuzz golden house faults bounds bench predict gpu published checkpoint generated docs test-docs wheel clean
+.PHONY: help setup demo test test-all browser browser-setup lint verify-all odd-models architectures fuzz golden house faults bounds bench predict gpu published intervals checkpoint generated docs test-docs wheel clean
 
 help:
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 14
@@ -99,6 +99,10 @@ gpu: setup  ## all that one GPU can tell, in 8 minutes: tests, calibration, pred
 RUNS ?= ../shared/data/published/runs.csv
 published: setup  ## predicted beside published runs on GPUs; RUNS=runs.csv
 	$(BIN)/python -m benchmarks.published --runs $(RUNS)
+
+intervals: setup  ## the intervals of predictions, fitted anew: published runs predicted again, residuals, spreads, docs/10
+	$(BIN)/python -m benchmarks.published --runs $(RUNS) --residuals
+	$(BIN)/python -m benchmarks.intervals
 
 checkpoint: setup  ## seconds and memory of saving and loading 124 M parameters
 	$(BIN)/python -m benchmarks.checkpoint

@@ -2,6 +2,7 @@
 
     make predict            = python -m benchmarks.prediction [--steps N] [--only GLOB] [--calibration FILE]
                               … and the same with --hybrid: pipelines of sharded stages, on four workers
+                              … and with --residuals, then python -m benchmarks.intervals: the intervals of predictions
 
 Every plan runs for real: Gloo processes, one thread each, the executor on the plan's own programs. Plans take turns, so
 that a drifting machine drifts for all of them. A step's time is the slowest rank's from a barrier on. Steps are taken in
@@ -34,6 +35,7 @@ from benchmarks.prediction_rank import (
     prepare,
     time_steps,
 )
+from benchmarks.residuals import Residual, replace_residuals, residual_of
 from cost_models.calibration import VARIABLE, calibrate
 from cost_models.cluster import ClusterSpec
 from cost_models.host import core_count
@@ -95,7 +97,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     parser.add_argument("--json", type=Path, help="also write the rows here")
     parser.add_argument("--hybrid", action="store_true", help="pipelines of sharded stages, on four workers")
+    parser.add_argument("--residuals", action="store_true", help="put the rows into benchmarks/residuals.csv")
     options = parser.parse_args(arguments)
+    if options.residuals and options.only != "*":
+        parser.error("--residuals replaces all rows of this benchmark: leave out --only")
     known: Sequence[PlanCase] = hybrid_cases() if options.hybrid else plan_cases()
     workers = RANKS if options.hybrid else 2
     cases = [case for case in known if fnmatch.fnmatch(case.name, options.only)]
@@ -116,6 +121,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
     print(f"load average before and after: {load[0]:.1f}, {os.getloadavg()[0]:.1f}")
     if options.json:
         options.json.write_text(json.dumps([_as_data(row) for row in rows], indent=1))
+    if options.residuals:
+        benchmark = "prediction --hybrid" if options.hybrid else "prediction"
+        replace_residuals(benchmark, [_residual(benchmark, row, workers) for row in rows])
+
+
+def _residual(benchmark: str, row: Row, workers: int) -> Residual:
+    peak = row.peak_bytes[row.plan.fullest_device]
+    source = f"{row.case.model}, local:{workers}"
+    return residual_of(benchmark, source, row.case.name, row.plan, row.measured, peak)
 
 
 def calibrated() -> Path:

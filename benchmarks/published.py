@@ -1,6 +1,7 @@
 """Predicted beside published: steps that others measured on GPUs and published, predicted by the defaults of this package.
 
     make published RUNS=runs.csv    = python -m benchmarks.published --runs runs.csv [--only GLOB] [--json rows.json]
+                                      [--residuals], then python -m benchmarks.intervals: the intervals of predictions
 
 A row of ``--runs`` is one run: its model, cards, batch, and what a step took. Nothing is fitted here: each row is planned
 as it was run (one replica per device, ZeRO-3 where it was FSDP, so many micro-batches), and the error is what the
@@ -24,6 +25,7 @@ from pathlib import Path
 import torch
 
 from benchmarks.published_models import bert_large, gpt2, mpt, resnet50
+from benchmarks.residuals import Residual, replace_residuals, residual_of
 from cost_models.cluster import ClusterSpec
 from cost_models.errors import PartitionerError
 from cost_models.precision import Precision
@@ -46,6 +48,13 @@ PER_MACHINE = 8
 CONTEXT_BYTES = 1343 * 2**20
 """What the driver counts for a process that has loaded its kernels and no tensors; of Hugging Face's runs, in their source
 ("Methods and tools for efficient training on a single GPU"), whose memory is the driver's count."""
+PUBLISHERS = {
+    "mpt": "llm-foundry",
+    "hf": "Hugging Face",
+    "rasbt": "LLMs-from-scratch",
+    "dle": "DeepLearningExamples",
+}
+"""Who measured the runs whose names begin so."""
 
 
 @dataclass(frozen=True)
@@ -71,6 +80,7 @@ class Outcome:
     step_seconds: float = 0.0
     peak_bytes: float = 0.0
     refused: str = ""
+    residual: Residual | None = None
 
     @property
     def error(self) -> float:
@@ -203,8 +213,16 @@ def predicted(run: Run) -> Outcome:
     except PartitionerError as error:
         return Outcome(run, refused="; ".join([error.what, *error.because])[:300])
     prediction = plan.prediction
+    source = f"{PUBLISHERS[run.id.split('-')[0]]}, {run.gpu}"
     context_bytes = CONTEXT_BYTES if run.id.startswith("hf-") else 0
-    return Outcome(run, prediction.step_seconds, max(prediction.peak_memory_bytes.values()) + context_bytes)
+    return Outcome(
+        run,
+        prediction.step_seconds,
+        max(prediction.peak_memory_bytes.values()) + context_bytes,
+        residual=residual_of(
+            "published", source, run.id, plan, run.step_seconds, max(0.0, run.peak_bytes - context_bytes)
+        ),
+    )
 
 
 def spread(errors: Sequence[float]) -> str:
@@ -254,7 +272,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     parser.add_argument("--only", default="*", help="glob over the runs' ids")
     parser.add_argument("--json", type=Path, help="also write the rows here")
+    parser.add_argument("--residuals", action="store_true", help="put the rows into benchmarks/residuals.csv")
     options = parser.parse_args(arguments)
+    if options.residuals and options.only != "*":
+        parser.error("--residuals replaces all rows of this benchmark: leave out --only")
     runs = [run for run in read_runs(options.runs) if fnmatch.fnmatch(run.id, options.only)]
     since = time.perf_counter()
     outcomes = [predicted(run) for run in sorted(runs, key=lambda run: (run.id.split("/")[0], run.tokens))]
@@ -262,6 +283,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     print(f"{time.perf_counter() - since:.0f} s")
     if options.json:
         options.json.write_text(json.dumps([asdict(outcome) for outcome in outcomes], indent=1))
+    if options.residuals:
+        replace_residuals("published", [outcome.residual for outcome in outcomes if outcome.residual])
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import os
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path as FilePath
@@ -32,15 +32,13 @@ from cost_models.devices import DEFAULT_EFFICIENCY, Device, DeviceKind, Rates
 from cost_models.errors import ClusterError
 from cost_models.links import Link, Path
 from cost_models.presets import DEVICE_LINKS, DEVICES, MACHINE_NETWORKS, MACHINES
+from cost_models.provenance import DEFAULTS, Origin, origin_of
 from cost_models.rates import MeasuredRates, with_rates
 from cost_models.shown import as_html
 from cost_models.topology import NodeWiring, Topology
 from cost_models.units import format_bandwidth, format_bytes, format_flops_rate, format_seconds, parse_bytes
 
-__all__ = ["ClusterSpec", "Device", "DeviceKind", "MeasuredRates", "Rates"]
-
-DEFAULTS = "defaults"
-"""The provenance of data-sheet numbers and rules of thumb, until a calibration replaces them."""
+__all__ = ["DEFAULTS", "ClusterSpec", "Device", "DeviceKind", "MeasuredRates", "Rates"]
 
 
 class ClusterSpec(Section):
@@ -291,6 +289,10 @@ class ClusterSpec(Section):
         """True if the rates were measured on these devices."""
         return self.provenance != DEFAULTS
 
+    def origin(self, ranks: Collection[int] | None = None) -> Origin:
+        """Return the origin of the rates of ``ranks``, all if None: which presets, software, file or calibration."""
+        return origin_of(self.nodes, self.provenance, ranks)
+
     def with_device_rates(self, rates: MeasuredRates, provenance: str, device: str | None = None) -> Self:
         """Return a copy whose devices and links have measured rates; what was not measured stays.
 
@@ -311,7 +313,7 @@ class ClusterSpec(Section):
     def describe(self) -> str:
         """Write a few lines for people: devices by kind, links, what the numbers rest on."""
         lines = [
-            f"{self.name}: {self.world_size} devices on {len(self.ranks_per_node)} nodes ({self.provenance})"
+            f"{self.name}: {self.world_size} devices on {len(self.ranks_per_node)} nodes ({self.origin().text})"
         ]
         kinds = Counter((d.model, d.memory_bytes, d.memory_bandwidth_bytes_per_second) for d in self.devices)
         for (model, memory, bandwidth), count in kinds.items():

@@ -7,6 +7,7 @@ already in base units. Parsing is exact (decimal, not binary, arithmetic) up to 
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Iterable, Mapping
 from decimal import Decimal
@@ -139,6 +140,31 @@ def format_seconds(seconds: float) -> str:
     if abs(seconds) >= 3600 and seconds not in (float("inf"), float("-inf")):
         return f"{_three_digits(seconds / 3600)} h"
     return _scaled(seconds * 1e9, 1000.0, ("ns", "us", "ms", "s"))
+
+
+def seconds_between(seconds: float, low: float, high: float) -> str:
+    """Write seconds with the range they lie in: ``"584 ms (520–670)"``."""
+    return _between(format_seconds(seconds), low, high)
+
+
+def bytes_between(size_bytes: float, low: float, high: float) -> str:
+    """Write bytes with the range they lie in: ``"71.0 GiB (68–74)"``."""
+    return _between(format_bytes(size_bytes), low, high)
+
+
+def _between(text: str, low: float, high: float) -> str:
+    """Add the range to a text, in the text's unit; a value of nothing or of infinity has none."""
+    if not 0 < low <= high < math.inf:
+        return text
+    unit = float({**_BYTE_UNITS, **_SECOND_UNITS, "h": Decimal(3600)}[text.rpartition(" ")[2]])
+    return f"{text} ({_two_digits(low / unit)}–{_two_digits(high / unit)})"
+
+
+def _two_digits(value: float) -> str:
+    """Write two significant digits, three where the first is a 1: 0.0973 -> "0.097", 1.234 -> "1.23", 668 -> "670"."""
+    power = math.floor(math.log10(value))
+    decimals = (1 if value >= 2 * 10**power else 2) - power
+    return f"{round(value, decimals):.{max(0, decimals)}f}"
 
 
 def counted(number: int, word: str) -> str:

@@ -76,6 +76,23 @@ def frozen_heap() -> None:
 
 
 @pytest.fixture
+def fixed_spreads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For golden texts with intervals: spreads that stay when the real ones are fitted anew."""
+    from cost_models.intervals import KINDS, RATES, Spread
+    from partitioner.record import intervals
+
+    step = {
+        (kind, rates): Spread(0.05, 0.1, 5, 0 if kind == "pipeline" else 12, 3)
+        for kind in KINDS
+        for rates in RATES
+    }
+    monkeypatch.setattr(intervals, "STEP_SECONDS", step)
+    monkeypatch.setattr(
+        intervals, "PEAK_BYTES", {"cuda": Spread(0.02, 0.05, 8, 10, 2), "cpu": Spread(0.0, 0.06, 10, 33, 9)}
+    )
+
+
+@pytest.fixture
 def golden(request: pytest.FixtureRequest) -> Callable[[str, str], None]:
     """Compare a text with its golden file, or write the file with ``--update-golden``."""
 

@@ -25,6 +25,7 @@ from partitioner.commands.options import (
     settings,
 )
 from partitioner.plan import Plan
+from partitioner.report.intervals import step_text
 from partitioner.verify.grow_batch import grow_batch
 from runtime.ranks.launch import spawn_local
 
@@ -103,7 +104,9 @@ def run(
         if int(os.environ["RANK"]) != 0:
             return 0
     predicted = loaded.prediction.step_seconds
-    emit(_text(result, predicted), {**result, "predicted_step_seconds": predicted}, json)
+    interval = loaded.intervals.step_seconds
+    data = {**result, "predicted_step_seconds": predicted, "predicted_step_seconds_interval": interval}
+    emit(_text(result, predicted, step_text(loaded)), data, json)
     return 0
 
 
@@ -140,7 +143,7 @@ def _train_or_refusal(*arguments: Any) -> dict[str, Any] | PartitionerError:
         return error
 
 
-def _text(result: dict[str, Any], predicted_seconds: float) -> str:
+def _text(result: dict[str, Any], predicted_seconds: float, predicted: str) -> str:
     pairs = enumerate(zip(result["losses"], result["step_seconds"], strict=True))
     lines = [
         f"step {index:>4}   loss {loss:.6f}   {format_seconds(seconds)}" for index, (loss, seconds) in pairs
@@ -148,7 +151,7 @@ def _text(result: dict[str, Any], predicted_seconds: float) -> str:
     measured = result["median_step_seconds"]
     lines.append(
         f"measured {format_seconds(measured)} a step (median without the first), "
-        f"predicted {format_seconds(predicted_seconds)}: {predicted_seconds / measured:.2f}x"
+        f"predicted {predicted}: {predicted_seconds / measured:.2f}x"
     )
     return "\n".join(lines)
 

@@ -6,9 +6,11 @@ from collections.abc import Iterator
 from typing import Any
 
 from cost_models.cluster import DEFAULTS
+from cost_models.intervals import SHARE
 from cost_models.units import counted, format_bytes, format_seconds, percent
 from partitioner.pictures.lanes import Lanes
 from partitioner.record.data import PlanData
+from partitioner.report.intervals import chance_text, peak_text, step_text, support_text
 from partitioner.report.sharding import named_devices
 from partitioner.report.table import PROVED, microbatch_text, shape_text, strategy_text
 from partitioner.report.text import rate_text
@@ -43,7 +45,7 @@ def summary_data(plan: PlanData, lanes: Lanes) -> dict[str, Any]:
 
 def _facts(plan: PlanData) -> Iterator[dict[str, str]]:
     p = plan.prediction
-    yield _fact("step time", format_seconds(p.step_seconds), f"from {_rates(plan)}")
+    yield _fact("step time", step_text(plan), f"from {_rates(plan)}")
     yield _fact("throughput", f"{rate_text(p.samples_per_second)} samples/s", f"batch {plan.batch_size:,}")
     if p.tokens_per_second is not None:
         yield _fact("tokens", f"{rate_text(p.tokens_per_second)} tokens/s")
@@ -165,9 +167,19 @@ def _sure(plan: PlanData) -> Iterator[str]:
             f"No plan of any kind simulates below {format_seconds(bound)} on these devices; this one takes "
             f"{step / bound:.2f}x that."
         )
-    yield f"All seconds are predictions; they rest on {_rates(plan)}."
+    yield f"All seconds are predictions; they rest on {_rates(plan)}: {support_text(plan)}."
+    yield from _intervals(plan)
     if plan.not_considered:
         yield f"Not looked at: {', '.join(plan.not_considered)}."
+
+
+def _intervals(plan: PlanData) -> Iterator[str]:
+    """Say in which range a step and the fullest device's peak lie."""
+    if plan.intervals.step_seconds is not None:
+        yield f"A step: {step_text(plan)}; {SHARE:.0%} of runs lie in the brackets."
+    chance = chance_text(plan)
+    more = f"; {chance}" if chance else ""
+    yield f"The fullest device's peak: {peak_text(plan)}{more}."
 
 
 def _rates(plan: PlanData) -> str:

@@ -10,6 +10,7 @@ from pydantic import PrivateAttr, model_validator
 from partitioner.models.made_with import MadeWith
 from partitioner.record.checks import inconsistencies
 from partitioner.record.file import MOST_PROBLEMS
+from partitioner.record.intervals import PlanIntervals, plan_intervals
 from partitioner.record.records import PlanFields
 
 
@@ -45,6 +46,11 @@ class PlanData(PlanFields):
     def world_size(self) -> int:
         """Number of processes that run it: one for each used device."""
         return len(self.used_devices)
+
+    @property
+    def intervals(self) -> PlanIntervals:
+        """The intervals of the predicted step and peak, from how far off measured runs of such plans were."""
+        return plan_intervals(self, self.used_devices, self.fullest_device)
 
 
 PlanT = TypeVar("PlanT", bound=PlanData)

@@ -250,18 +250,19 @@ def _transfers(compiled: Compiled) -> tuple[Transfer, ...]:
 def _prediction(graph: OpGraph, cluster: ClusterSpec, compiled: Compiled) -> Prediction:
     simulation, batch_size = compiled.realized.simulation, compiled.request.job.batch_size
     step = simulation.step_seconds
+    ranks = {rank for stage in compiled.realized.segments.segments for rank in stage.ranks}
     tokens = tokens_per_sample(graph)
     return Prediction(
         step_seconds=step,
         samples_per_second=batch_size / step,
         tokens_per_second=None if tokens is None else tokens * batch_size / step,
-        mfu=_mfu(graph, cluster, compiled),
+        mfu=_mfu(graph, cluster, compiled, ranks),
         bubble_fraction=simulation.bubble_fraction,
         peak_memory_bytes={str(rank): int(peak) for rank, peak in enumerate(simulation.peak_bytes)},
         communication_bytes=int(sum(simulation.pair_bytes.values())),
         messages=simulation.message_count,
         collectives=_collectives(compiled),
-        confidence=cluster.provenance,
+        confidence=cluster.origin(ranks).text,
     )
 
 
@@ -278,15 +279,14 @@ def _recompute(request: Request, candidate: Candidate) -> RecomputeMode:
     return asked or ("auto" if any(candidate.recomputed_blocks) else "none")
 
 
-def _mfu(graph: OpGraph, cluster: ClusterSpec, compiled: Compiled) -> float | None:
-    """Return model FLOPs utilisation: FLOPs of forward and backward over step time times the used devices' peak rates."""
+def _mfu(graph: OpGraph, cluster: ClusterSpec, compiled: Compiled, ranks: set[int]) -> float | None:
+    """Return model FLOPs utilisation: FLOPs of forward and backward over step time times the peak rates of ``ranks``."""
     table = compiled.costs.at(compiled.request.job.batch_size)
     flops = float(np.sum(table.forward_flops + table.backward_input_flops + table.backward_weight_flops))
     own = dominant_dtype(graph)
     if not flops or own is None:
         return None
     dtype = compiled.request.job.precision.of(own).leaf
-    ranks = {rank for stage in compiled.realized.segments.segments for rank in stage.ranks}
     peak = sum(cluster.devices[rank].peak_flops(dtype) for rank in ranks)
     return flops / (compiled.realized.simulation.step_seconds * peak)
 

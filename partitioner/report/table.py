@@ -13,6 +13,7 @@ from cost_models.precision import NAMES, WORDS, ParameterPrecision
 from cost_models.shown import printable
 from cost_models.units import counted, format_bytes, format_seconds, percent
 from partitioner.record.modules import common_parent, compress, shorten
+from partitioner.report.intervals import chance_text, peak_text, rates_text, step_text
 from partitioner.report.sharding import communication_share, mesh_text, ranks_text, sharding_sections
 from partitioner.report.text import columns, labelled, rate_text, text_width
 from passes.search.words import BY_HAND, STRATEGY_WORDS
@@ -48,7 +49,7 @@ def _model_text(plan: PlanData) -> str:
 
 def _heading(plan: PlanData) -> str:
     p = plan.prediction
-    rates = [f"{format_seconds(p.step_seconds)} a step", *_rates(plan)]
+    rates = [f"{step_text(plan)} a step", *_rates(plan)]
     whole = _is_one_sharded_stage(plan)
     rates += [] if whole else [f"bubble {percent(p.bubble_fraction)}"]
     shared = any(stage.sharding is not None for stage in plan.stages)
@@ -70,7 +71,8 @@ def _heading(plan: PlanData) -> str:
             *recompute_line(plan),
             *blocks_line(plan),
             *_reduction_line(plan),
-            labelled("predicted", f"{', '.join(rates)} (from {p.confidence})"),
+            labelled("predicted", ", ".join(rates)),
+            labelled("rates", rates_text(plan)),
             labelled("sent", sent if ways else "nothing"),
             labelled("budgeted", f"{', '.join(assumed)}; {_memory(plan)}"),
         ]
@@ -82,7 +84,7 @@ def summary_rows(plan: PlanData) -> list[tuple[str, str]]:
     return [
         ("model", _model_text(plan)),
         ("plan", _placed(plan)),
-        ("step", format_seconds(plan.prediction.step_seconds)),
+        ("step", step_text(plan)),
         ("throughput", ", ".join(_rates(plan))),
         ("memory", _memory(plan)),
     ]
@@ -176,14 +178,15 @@ def blocks_line(plan: PlanData) -> list[str]:
 
 
 def _memory(plan: PlanData) -> str:
-    """Write "the fullest device (rank 0) holds 71.2 GiB of 78.5 GiB, 90.7%"."""
+    """Write "the fullest device (rank 0) holds 71.2 GiB (68–74) of 78.5 GiB, 90.7%; 3% chance of not fitting"."""
     fullest = plan.fullest_device
     device = plan.cluster.devices[fullest]
     used = plan.prediction.peak_memory_bytes[str(fullest)]
-    return (
-        f"the fullest device (rank {fullest}) holds {format_bytes(used)} of {format_bytes(device.memory_bytes)}, "
+    holds = (
+        f"the fullest device (rank {fullest}) holds {peak_text(plan)} of {format_bytes(device.memory_bytes)}, "
         f"{percent(used / device.memory_bytes)}"
     )
+    return "; ".join(filter(None, [holds, chance_text(plan)]))
 
 
 def microbatch_text(batch_size: int, microbatches: int) -> str:

@@ -86,7 +86,7 @@ def made_plan(
             peak_memory_bytes={str(rank): peak_bytes + rank * MIB for rank in range(cluster.world_size)},
             communication_bytes=256 * MIB,
             messages=2 * 8 * (count - 1),
-            confidence="defaults",
+            confidence=cluster.origin().text,
         ),
         "certificate": CertificateRecord(
             objective="surrogate",

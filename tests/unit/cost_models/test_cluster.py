@@ -206,7 +206,7 @@ def test_measured_rates_of_one_model() -> None:
 
 def test_describe_says_what_is_there() -> None:
     assert ClusterSpec.preset("dgx-h100", nodes=8).describe() == (
-        "dgx-h100:8: 64 devices on 8 nodes (defaults)\n"
+        "dgx-h100:8: 64 devices on 8 nodes (presets, stack 2025)\n"
         "  64 × H100-80GB: 78.1 GiB usable at 3.35 TB/s, 1.98 PFLOP/s float8\n"
         "  inside a node: 365 GB/s, 3.40 us\n"
         "  between nodes: 50.0 GB/s, 9.60 us"

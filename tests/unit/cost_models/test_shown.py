@@ -12,6 +12,7 @@ from cost_models.cluster import ClusterSpec
 from cost_models.errors import InternalError, UsageError
 from cost_models.shown import as_html, printable
 from partitioner.explain.explanation import Explanation
+from partitioner.report.intervals import step_text
 from partitioner.verify.verify import VerifyReport
 from tests.support.made_plans import made_plan
 
@@ -59,7 +60,7 @@ def test_names_are_never_html(thing: object) -> None:
 def test_a_plan_has_a_short_table_above() -> None:
     rows = re.findall(r"<tr><th>(\w+)</th><td>([^<]*)</td></tr>", PLAN._repr_html_())
     assert [name for name, _ in rows] == ["model", "plan", "step", "throughput", "memory"]
-    assert dict(rows)["step"] == "250 ms"
+    assert dict(rows)["step"] == step_text(PLAN)
 
 
 def test_ipython_shows_errors_without_a_traceback_but_those_of_ours_with() -> None:

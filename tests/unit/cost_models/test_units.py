@@ -13,6 +13,7 @@ from cost_models.errors import UsageError
 from cost_models.units import (
     UnitError,
     bandwidth_text,
+    bytes_between,
     bytes_text,
     counted,
     flops_text,
@@ -27,6 +28,7 @@ from cost_models.units import (
     parse_flops,
     parse_seconds,
     percent,
+    seconds_between,
     seconds_text,
     show,
 )
@@ -176,3 +178,14 @@ def test_counts_and_lists_read_well() -> None:
     assert listed(["a", "b", "c"], 2, count_rest=True) == "a, b, and 1 more"
     assert listed([]) == ""
     assert [percent(part) for part in (0, 0.0004, 0.123, -0.5)] == ["0%", "0.04%", "12.3%", "-50.0%"]
+
+
+def test_ranges_have_the_unit_of_their_value_and_few_digits() -> None:
+    assert seconds_between(0.584, 0.5204, 0.6682) == "584 ms (520–670)"
+    assert seconds_between(0.95, 0.8249, 1.2345) == "950 ms (820–1230)"
+    assert seconds_between(1.02, 0.0973, 1.1) == "1.02 s (0.097–1.10)"
+    assert seconds_between(7200, 6000, 9000) == "2.00 h (1.67–2.5)"
+    assert bytes_between(71 * 2**30, 68 * 2**30, 74.4 * 2**30) == "71.0 GiB (68–74)"
+    assert bytes_between(1000, 999, 1001) == "1000 B (1000–1000)"
+    assert bytes_between(1000, 949, 1999) == "1000 B (950–2000)"
+    assert bytes_between(0, 0, 0) == "0 B"

@@ -26,6 +26,7 @@ from partitioner.pictures.plan_drawing import plan_drawing, stage_drawing
 from partitioner.verify.verify import VerifyReport
 from tests.support.real_plans import GRAPH_PLANS, PLANS, stored, stored_graph
 
+pytestmark = pytest.mark.usefixtures("fixed_spreads")
 Golden = Callable[[str, str], None]
 Box = tuple[float, float, float, float]
 SVG = "{http://www.w3.org/2000/svg}"

@@ -307,6 +307,7 @@ def test_what_a_rank_runs_and_sends(pinned: Plan, split: Plan) -> None:
         pinned.graph(rank=2)
 
 
+@pytest.mark.usefixtures("fixed_spreads")
 def test_the_table(golden: Golden) -> None:
     """Device 0 is revisited; one op is in blocks."""
     record = SplitRecord(op="up", dim=-1, sizes=(60, 40))

@@ -21,6 +21,7 @@ from partitioner.report.table import microbatch_text
 from partitioner.report.text import WIDTH, columns, labelled, text_within, wrapped
 from tests.support.made_plans import GIB, made_hybrid_plan, made_plan, made_sharded_plan
 
+pytestmark = pytest.mark.usefixtures("fixed_spreads")
 Golden = Callable[[str, str], None]
 CLUSTERS = Path(__file__).parents[4] / "docs" / "clusters"
 

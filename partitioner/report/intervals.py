@@ -1,0 +1,55 @@
+"""Predictions with their intervals, in words."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from cost_models.intervals import SHARE, Kind
+from cost_models.units import bytes_between, counted, format_seconds, seconds_between
+
+if TYPE_CHECKING:
+    from partitioner.record.data import PlanData
+
+WORDS: Mapping[Kind, str] = {
+    "one device": "plans on one device",
+    "data parallel": "data-parallel plans",
+    "pipeline": "pipelines",
+    "sharded": "sharded plans",
+}
+LEAST_CHANCE = 0.005
+"""Chances below it would be written as 0%."""
+
+
+def step_text(plan: PlanData) -> str:
+    """Write the predicted step with its interval: "584 ms (520–670)"."""
+    seconds, interval = plan.prediction.step_seconds, plan.intervals.step_seconds
+    return format_seconds(seconds) if interval is None else seconds_between(seconds, *interval)
+
+
+def peak_text(plan: PlanData) -> str:
+    """Write the predicted peak of the fullest device with its interval: "71.0 GiB (68–74)"."""
+    peak = plan.prediction.peak_memory_bytes[str(plan.fullest_device)]
+    return bytes_between(peak, *plan.intervals.peak_memory_bytes)
+
+
+def chance_text(plan: PlanData) -> str:
+    """Write "3% chance of not fitting"; "" where that rounds to nothing."""
+    chance = plan.intervals.chance_of_not_fitting
+    return f"{min(chance, 0.99):.0%} chance of not fitting" if chance >= LEAST_CHANCE else ""
+
+
+def rates_text(plan: PlanData) -> str:
+    """Say where the rates come from, and what the intervals rest on."""
+    return f"{plan.prediction.confidence}; {support_text(plan)}"
+
+
+def support_text(plan: PlanData) -> str:
+    """Say how many measured runs the step's interval rests on."""
+    intervals = plan.intervals
+    if intervals.step_seconds is None:
+        return "no interval of the step without a calibration"
+    kind = WORDS[intervals.kind]
+    if not intervals.measured_runs:
+        return f"{SHARE:.0%} intervals, wide: no {kind} were measured beside such rates"
+    return f"{SHARE:.0%} intervals, from {counted(intervals.measured_runs, 'measured run')} of {kind}"
