@@ -132,7 +132,7 @@ class _Walk:
         return most
 
     def step(self, op: int, *, keep: bool) -> float:
-        """Run the backward of ``op`` and return what is alive meanwhile; ``keep``: its result's gradient is needed later."""
+        """Run the backward of ``op``; return what is alive meanwhile. ``keep``: its result's gradient is needed later."""
         region = self.region_of.get(op)
         if region is not None and region not in self.filled:
             self.filled.add(region)
