@@ -117,7 +117,14 @@ def _changed(cluster: ClusterSpec, update: Mapping[str, object]) -> ClusterSpec:
 
 def _faster(link: LinkSpec, factor: float) -> dict[str, object]:
     bandwidth, latency, duplex = link.resolved()
-    return {"preset": None, "bandwidth": bandwidth * factor, "latency": latency, "duplex": duplex}
+    summing = link.summing() * factor or None
+    return {
+        "preset": None,
+        "bandwidth": bandwidth * factor,
+        "latency": latency,
+        "duplex": duplex,
+        "in_network": summing,
+    }
 
 
 def _on(plan: PlanData, cluster: ClusterSpec) -> PlanData:
