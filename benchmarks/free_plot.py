@@ -1,66 +1,16 @@
-"""A plot of a few series over logarithmic axes, as SVG. Two panels: seconds of planning, and gap, against ops."""
+"""The plot of free planning: seconds of planning, and gap, against ops."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from xml.etree import ElementTree
 
 from benchmarks.free_scaling import Figures
-
-WIDTH, HEIGHT = 430, 410
-LEFT, RIGHT, TOP, BOTTOM = 62, 14, 34, 142
-"""Pixels of a panel, and of its margins; what the lines are stands below."""
-COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7")
-"""Distinct for colour-blind readers (Okabe and Ito)."""
-
-
-@dataclass(frozen=True)
-class Series:
-    """``points``: (x, y). ``dashed`` tells kinds of graphs apart without colours."""
-
-    label: str
-    points: tuple[tuple[float, float], ...]
-    color: str
-    dashed: bool
-
-
-@dataclass(frozen=True)
-class Axis:
-    """From data to pixels; logarithmic."""
-
-    low: float
-    high: float
-    start: float
-    end: float
-
-    def at(self, value: float) -> float:
-        """Pixels of ``value``; what is outside lies on the edge."""
-        inside = min(max(value, self.low), self.high)
-        share = math.log(inside / self.low) / math.log(self.high / self.low)
-        return self.start + share * (self.end - self.start)
-
-    def decades(self) -> list[float]:
-        """The powers of ten on the axis."""
-        return [
-            10.0**n for n in range(math.ceil(math.log10(self.low)), math.floor(math.log10(self.high)) + 1)
-        ]
+from benchmarks.log_plot import COLORS, Panel, Series, write_panels
 
 
 def write_plot(found: Sequence[Figures], path: Path) -> None:
-    """Both panels, side by side."""
-    image = ElementTree.Element(
-        "svg",
-        xmlns="http://www.w3.org/2000/svg",
-        width=str(2 * WIDTH),
-        height=str(HEIGHT),
-        viewBox=f"0 0 {2 * WIDTH} {HEIGHT}",
-    )
-    image.set("font-family", "sans-serif")
-    image.set("font-size", "11")
-    _add(image, "rect", width=2 * WIDTH, height=HEIGHT, fill="white")
+    """Draw both panels, side by side."""
     seconds: dict[str, Callable[[Figures], float]] = {
         "trace and costs": lambda f: f.trace_seconds + f.costs_seconds,
         "layer-wise plan": lambda f: f.layer_seconds,
@@ -70,10 +20,11 @@ def write_plot(found: Sequence[Figures], path: Path) -> None:
         "gap of the certificate": lambda f: 100 * f.gap,
         "step above its lower bound": lambda f: 100 * f.to_bound,
     }
-    _panel(image, 0, "planning", "seconds", _series(found, seconds), (0.1, 1000.0))
-    _panel(image, WIDTH, "quality", "percent", _series(found, shares), (1.0, 100.0))
-    ElementTree.indent(image)
-    path.write_text(ElementTree.tostring(image, encoding="unicode") + "\n", encoding="utf-8")
+    panels = [
+        Panel("planning: seconds against ops", "ops", tuple(_series(found, seconds)), (0.1, 1000.0)),
+        Panel("quality: percent against ops", "ops", tuple(_series(found, shares)), (1.0, 100.0)),
+    ]
+    write_panels(panels, path)
 
 
 def _series(found: Sequence[Figures], curves: dict[str, Callable[[Figures], float]]) -> list[Series]:
@@ -88,62 +39,3 @@ def _series(found: Sequence[Figures], curves: dict[str, Callable[[Figures], floa
         for (label, value), color in zip(curves.items(), COLORS, strict=False)
         for number, kind in enumerate(kinds)
     ]
-
-
-def _panel(
-    image: ElementTree.Element,
-    offset: float,
-    title: str,
-    unit: str,
-    series: Sequence[Series],
-    span: tuple[float, float],
-) -> None:
-    ops = [x for one in series for x, _ in one.points]
-    across = Axis(min(ops) / 1.3, max(ops) * 1.3, offset + LEFT, offset + WIDTH - RIGHT)
-    up = Axis(*span, HEIGHT - BOTTOM, TOP)
-    _text(image, (across.start + across.end) / 2, 16, f"{title}: {unit} against ops", weight="bold")
-    for value in up.decades():
-        y = up.at(value)
-        _add(image, "line", x1=across.start, x2=across.end, y1=y, y2=y, stroke="#dddddd")
-        _text(image, across.start - 6, y + 4, f"{value:g}", anchor="end")
-    for value in across.decades():
-        x = across.at(value)
-        _add(image, "line", x1=x, x2=x, y1=up.start, y2=up.end, stroke="#dddddd")
-        _text(image, x, up.start + 16, f"{value:,.0f}")
-    _text(image, (across.start + across.end) / 2, up.start + 32, "ops")
-    for one in series:
-        points = [(across.at(x), up.at(y)) for x, y in one.points]
-        line = _add(
-            image,
-            "polyline",
-            points=" ".join(f"{x:.1f},{y:.1f}" for x, y in points),
-            fill="none",
-            stroke=one.color,
-        )
-        line.set("stroke-width", "2")
-        if one.dashed:
-            line.set("stroke-dasharray", "5 3")
-        for x, y in points:
-            _add(image, "circle", cx=f"{x:.1f}", cy=f"{y:.1f}", r=3, fill=one.color)
-    for row, one in enumerate(series):
-        y = up.start + 52 + 15 * row
-        key = _add(
-            image, "line", x1=across.start + 8, x2=across.start + 34, y1=y - 4, y2=y - 4, stroke=one.color
-        )
-        key.set("stroke-width", "2")
-        if one.dashed:
-            key.set("stroke-dasharray", "5 3")
-        _text(image, across.start + 40, y, one.label, anchor="start")
-
-
-def _text(
-    image: ElementTree.Element, x: float, y: float, text: str, anchor: str = "middle", weight: str = "normal"
-) -> None:
-    element = _add(image, "text", x=f"{x:.1f}", y=f"{y:.1f}", fill="#222222")
-    element.set("text-anchor", anchor)
-    element.set("font-weight", weight)
-    element.text = text
-
-
-def _add(image: ElementTree.Element, tag: str, **values: object) -> ElementTree.Element:
-    return ElementTree.SubElement(image, tag, {key: str(value) for key, value in values.items()})

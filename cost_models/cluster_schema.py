@@ -149,12 +149,20 @@ class LinkSpec(Section):
     bandwidth: Bandwidth | None = None
     latency: Seconds | None = None
     duplex: Duplex | None = None
+    in_network: Bandwidth | None = None
+    """Bytes per second at which the switch behind ``links.default`` sums by itself (NVLink SHARP)."""
 
     @model_validator(mode="after")
     def _complete(self, info: ValidationInfo) -> Self:
         if whole(info) and (found := _missing_rates(self)):
             raise problems_error(found)
         return self
+
+    def summing(self) -> float:
+        """Return the bytes per second at which the switch sums, the preset's filled in; 0 where it does not."""
+        if self.in_network is None and self.preset is not None:
+            return LinkSpec.model_validate(LINKS[self.preset]).in_network or 0.0
+        return self.in_network or 0.0
 
     def resolved(self) -> tuple[float, float, Duplex]:
         """Return (bytes per second, seconds, duplex), the preset's values filled in."""

@@ -18,7 +18,7 @@ from __future__ import annotations
 import heapq
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, lru_cache
 from typing import TYPE_CHECKING, Literal, Protocol, TypeAlias
 
@@ -31,6 +31,7 @@ from cost_models.communication import (
     slowest_hop,
     tree_all_reduce_seconds,
 )
+from cost_models.gpu_collectives import START_SECONDS, GpuLinks
 from cost_models.layout import Mesh, Partial, Placement, Replicate, Shard
 
 if TYPE_CHECKING:
@@ -182,7 +183,8 @@ class AxisLinks:
     """The links of collectives along one mesh axis, paced by the slowest of its groups while all of them talk.
 
     ``inside`` and ``between`` are those of a hierarchy of nodes, where every group has equally many ranks
-    (``per_node`` > 1) in each of several nodes.
+    (``per_node`` > 1) in each of several nodes. ``gpus``: of groups of GPUs alone, whose collectives are NCCL's; those of
+    others take what latency and bandwidth say, as a calibration measured them.
     """
 
     size: int
@@ -190,13 +192,19 @@ class AxisLinks:
     per_node: int = 1
     inside: AlphaBeta | None = None
     between: AlphaBeta | None = None
+    gpus: GpuLinks | None = None
 
     def seconds(self, kind: Kind, size_bytes: float) -> float:
         """Return the seconds of one collective; ``size_bytes`` is the n of ``Step.share`` times the tensor's bytes."""
         if self.size == 1 or kind not in COLLECTIVES:
             return 0.0
         if kind == "all_to_all":
-            return all_to_all_seconds(size_bytes / self.size, self.size, self.ring)
+            start = START_SECONDS if self.gpus else 0.0
+            return start + all_to_all_seconds(size_bytes / self.size, self.size, self.ring)
+        if self.gpus is not None:
+            if kind == "all_reduce":
+                return self.gpus.all_reduce_seconds(size_bytes)
+            return self.gpus.ring_seconds(size_bytes)
         if kind != "all_reduce":
             # Half of the all-reduce's hierarchy: the pieces across nodes at once, then inside each node.
             halves = self.hierarchy_seconds(size_bytes) / 2
@@ -241,25 +249,29 @@ def _group_links(groups: tuple[tuple[int, ...], ...], cluster: ClusterSpec) -> A
     ring = slowest_hop(members_of, cluster)
     split = [_by_node(group, cluster) for group in members_of]
     widths = {len(members) for nodes in split for members in nodes}
+    with_gpus = all(cluster.devices[rank].kind == "cuda" for group in groups for rank in group)
     if len(widths) != 1 or widths in ({1}, {size}):
-        return AxisLinks(size, ring)
-    inside = slowest_hop([members for nodes in split for members in nodes], cluster)
-    across = [list(column) for nodes in split for column in zip(*nodes, strict=True)]
-    return AxisLinks(size, ring, widths.pop(), inside, slowest_hop(across, cluster))
+        gpus = GpuLinks(1, size, between=ring) if widths == {1} else GpuLinks(size, 1, ring)
+        if widths == {size}:
+            gpus = replace(gpus, in_network_bytes_per_second=_in_network(members_of, cluster))
+        return AxisLinks(size, ring, gpus=gpus if with_gpus else None)
+    insides = [members for nodes in split for members in nodes]
+    inside = slowest_hop(insides, cluster)
+    across = slowest_hop([list(column) for nodes in split for column in zip(*nodes, strict=True)], cluster)
+    per_node = widths.pop()
+    gpus = GpuLinks(per_node, size // per_node, inside, across, _in_network(insides, cluster))
+    return AxisLinks(size, ring, per_node, inside, across, gpus if with_gpus else None)
+
+
+def _in_network(groups: Sequence[Sequence[int]], cluster: ClusterSpec) -> float:
+    """Return the bytes per second at which the switch sums for each of these groups of one node; 0 if it cannot for one."""
+    links = {link for group in groups for rank in group[1:] for link in cluster.path(group[0], rank).links}
+    return min((cluster.links[link].in_network_bytes_per_second for link in links), default=0.0)
 
 
 def data_parallel_seconds(gradient_bytes: float, cluster: ClusterSpec) -> float:
-    """Return the seconds to all-reduce ``gradient_bytes`` over all ranks, by the faster of ring and hierarchy.
-
-    The sum begins after the last backward. One ring through the ranks in order; or a ring inside each node and, at the same
-    time for each place in a node, a ring across nodes (only when all nodes have equally many ranks). Rings that share links
-    share their bandwidth.
-    """
-    links = group_links([range(cluster.world_size)], cluster)
-    return min(
-        ring_all_reduce_seconds(gradient_bytes, links.size, links.ring),
-        links.hierarchy_seconds(gradient_bytes),
-    )
+    """Return the seconds to all-reduce ``gradient_bytes`` over all ranks. The sum begins after the last backward."""
+    return group_links([range(cluster.world_size)], cluster).seconds("all_reduce", gradient_bytes)
 
 
 def _by_node(group: Sequence[int], cluster: ClusterSpec) -> list[list[int]]:

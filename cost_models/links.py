@@ -23,6 +23,8 @@ class Link:
     id: str
     bandwidth_bytes_per_second: float
     latency_seconds: float
+    in_network_bytes_per_second: float = 0.0
+    """Bytes per second at which the switch behind a port sums what all its devices hold; 0 where it does not."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,6 +20,8 @@ Sources
     [RING]  bandwidth that NCCL's rings reach with 1 GiB and more on eight devices (``busbw`` of nccl-tests): V100 129-135
             (OCI's tutorial), A100 235 (microsoft/superbenchmark's log of Azure NDv4), H100 357-369 (NVIDIA/nccl issue
             1047, NVIDIA/dgxc-benchmarking with NVLS off). Data sheets have 150, 300 and 450
+    [SHARP] bytes per second of all-reduces of eight devices that NVSwitch of the third generation sums: 273 (NVIDIA/nccl
+            issue 1455), 275 (a maintainer in NVIDIA/nccl-tests issue 212), 276 (stas00/ml-engineering, 8 x H200)
     [DGX]   NVIDIA DGX-1, DGX A100 and DGX H100 user guides
 """
 
@@ -139,7 +141,12 @@ LINKS: Mapping[str, Data] = {
     "NVLink3": {"bandwidth": "235GB/s", "latency": "3.4us"},  # [A100] of 12 × 25 GB/s; [RING]; [NCCL]
     "NVLink4": {"bandwidth": "365GB/s", "latency": "3.4us"},  # [H100] of 18 × 25 GB/s; [RING] 357-369; [NCCL]
     # NVSwitch joins all devices of a machine at each one's full NVLink rate: here of the DGX H100.
-    "NVSwitch": {"bandwidth": "365GB/s", "latency": "3.4us"},  # [DGX]; [RING]; [NCCL]
+    # It sums itself: [SHARP].
+    "NVSwitch": {
+        "bandwidth": "365GB/s",
+        "latency": "3.4us",
+        "in_network": "275GB/s",
+    },  # [DGX]; [RING]; [NCCL]
     "PCIe2": {"bandwidth": "8GB/s", "latency": "5.7us"},  # [PCIe] 16 × 5 GT/s; [NCCL]
     "PCIe3": {"bandwidth": "15.75GB/s", "latency": "5.7us"},  # [PCIe] 16 × 8 GT/s; [NCCL]
     "PCIe4": {"bandwidth": "31.5GB/s", "latency": "5.7us"},  # [PCIe] 16 × 16 GT/s; [NCCL]

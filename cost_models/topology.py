@@ -86,8 +86,10 @@ class Topology:
         if node.links is None or node.links.default is None or node.count == 1:
             return ()
         bandwidth, latency, duplex = node.links.default.resolved()
+        summing = node.links.default.summing()
         return tuple(
-            self.add(f"{node.name}/port{i}", bandwidth, latency / 2, duplex) for i in range(node.count)
+            self.add(f"{node.name}/port{i}", bandwidth, latency / 2, duplex, in_network=summing)
+            for i in range(node.count)
         )
 
     def _wires_of(self, node: NodeWiring) -> dict[tuple[int, int], Ways]:
@@ -118,10 +120,11 @@ class Topology:
         latency: float,
         duplex: Duplex,
         ways: tuple[str, str] = ("out", "in"),
+        in_network: float = 0.0,
     ) -> Ways:
         """Register a wire; returns its two directions."""
         ids = [f"{name}/{way}" for way in ways] if duplex == "full" else [name, name]
-        there, back = (self.links.setdefault(i, Link(i, bandwidth, latency)) for i in ids)
+        there, back = (self.links.setdefault(i, Link(i, bandwidth, latency, in_network)) for i in ids)
         return there, back
 
 

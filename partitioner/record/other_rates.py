@@ -92,6 +92,7 @@ def _faster(link: LinkSpec, factor: float, latency_factor: float) -> dict[str, o
         "bandwidth": bandwidth * factor,
         "latency": latency * latency_factor,
         "duplex": duplex,
+        "in_network": link.summing() * factor or None,
     }
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import NamedTuple, TypeAlias
 
 from cost_models.cluster import ClusterSpec
-from cost_models.communication import ring_all_reduce_seconds, slowest_hop
+from cost_models.conversion import group_links
 from runtime.program.members import GroupPrograms
 from runtime.program.order import build_group_programs
 from runtime.program.program import (
@@ -95,10 +95,8 @@ def simulate_step(
             return known
         size_bytes = sum(step.tied_bytes[name] for name in reduction.parameters)
         ranks = len(reduction.ranks)
-        hop = slowest_hop([list(reduction.ranks)], cluster)
-        return SumCost(
-            ring_all_reduce_seconds(size_bytes, ranks, hop), sum_bytes(size_bytes, ranks, reduction.scattered)
-        )
+        seconds = group_links([reduction.ranks], cluster).seconds("all_reduce", size_bytes)
+        return SumCost(seconds, sum_bytes(size_bytes, ranks, reduction.scattered))
 
     host = cluster.host_costs
     simulation = simulate_groups(

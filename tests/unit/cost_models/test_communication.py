@@ -65,16 +65,6 @@ def test_one_rank_has_nobody_to_talk_to(collective):
     assert getattr(comm, f"{collective}_seconds")(1e6, 1, LINK) == 0
 
 
-def test_data_parallel_uses_the_hierarchy_where_it_helps():
-    cluster = ClusterSpec.preset("dgx-h100", nodes=4)
-    size = 2e9
-    ring = comm.ring_all_reduce_seconds(size, 32, comm.slowest_hop([list(range(32))], cluster))
-    inside, between = cluster.path(0, 1), cluster.path(0, 8)
-    best = comm.hierarchical_all_reduce_seconds(size, 8, 4, inside, between)
-    assert data_parallel_seconds(size, cluster) == pytest.approx(best)  # a card per device: no sharing
-    assert best < ring
-
-
 def test_data_parallel_on_one_rank_is_free_and_grows_with_bytes():
     assert data_parallel_seconds(1e9, ClusterSpec.local(1)) == 0
     two = ClusterSpec.local(2)
