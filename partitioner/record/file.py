@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -36,6 +37,9 @@ _OTHER_KINDS = {"graph": "a plan of a cost graph, not of a model"}
 """Other kinds of plan files by their field ``kind``, which plans of models do not have."""
 _NO_MODEL = "it says which node goes where, and holds no model, no cluster and no programs"
 _SHOW_INSTEAD = "`partitioner show`, `partitioner graph` and `partitioner report` take it"
+CUT_OFF = "the file ends there: it was cut off"
+_UNFINISHED = re.compile(r"|-|\.|[eE][-+]?|u[0-9a-fA-F]{0,4}|t|tr|tru|f|fa|fal|fals|n|nu|nul")
+"""The rest of a JSON text from where it was not understood, if it ends within a number, a word or an escaped character."""
 GIVE_PLAN = "give the file that `partitioner plan … -o plan.json` wrote"
 
 
@@ -123,14 +127,20 @@ def read_text(path: str | os.PathLike[str]) -> str:
         ) from error
 
 
+def was_cut_off(error: json.JSONDecodeError) -> bool:
+    """Tell if the text was JSON as far as it went, and ended too early."""
+    rest = error.doc[error.pos :].rstrip()
+    return error.pos > 0 and (error.msg.startswith("Unterminated string") or bool(_UNFINISHED.fullmatch(rest)))
+
+
 def read_json(text: str, source: str, versions: Sequence[int]) -> dict[str, Any]:
     """Read a JSON object of one of these schema versions; raise PlanError for others, and for insane numbers and depth."""
     try:
         data = json.loads(text, parse_int=_integer)
     except json.JSONDecodeError as error:
         because = [f"line {error.lineno}, column {error.colno}: {error.msg}"]
-        if error.pos and (error.pos >= len(text.rstrip()) or error.msg.startswith("Unterminated string")):
-            because.append("the file ends there: it was cut off")
+        if was_cut_off(error):
+            because.append(CUT_OFF)
         raise PlanError(f"{source} is not JSON", because, [GIVE_PLAN]) from error
     except RecursionError as error:
         raise PlanError(f"{source} is not a plan", ["it is nested too deeply"], [ANEW]) from error

@@ -20,7 +20,7 @@ from typing import Annotated, Any, Literal, NamedTuple
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from cost_models.errors import UsageError
-from partitioner.record.file import MOST_BYTES, validation_problems
+from partitioner.record.file import CUT_OFF, MOST_BYTES, validation_problems, was_cut_off
 from runtime.measure.measured_step import RankTimes
 
 KEY = "partitioner_profile"
@@ -137,9 +137,8 @@ def _json(path: Path) -> Any:
     try:
         return json.loads(data)
     except json.JSONDecodeError as error:
-        cut = error.pos >= len(error.doc.rstrip()) or error.msg.startswith("Unterminated string")
         because = [f"it is not JSON: line {error.lineno}, column {error.colno}: {error.msg}"]
-        raise _wrong(path, because + ["the file ends there: it was cut off"] * cut) from error
+        raise _wrong(path, because + [CUT_OFF] * was_cut_off(error)) from error
     except (ValueError, RecursionError) as error:  # not UTF-8, endless digits, endless depth
         raise _wrong(path, [f"it is not JSON: {error}"]) from error
 

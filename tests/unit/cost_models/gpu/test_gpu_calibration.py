@@ -352,7 +352,7 @@ def test_a_cluster_plans_with_them_and_survives_being_written(tmp_path: Path) ->
 
     def step(on: ClusterSpec) -> float:
         plan = partition(work, on, batch_size=4096, microbatches=1, max_stages=1, optimizer_memory="none")
-        assert plan.prediction.confidence == on.provenance
+        assert plan.prediction.confidence == f"{on.provenance}, stack 2025"
         return plan.prediction.step_seconds
 
     fast = replace_efficiency(cluster, 1.0)
