@@ -130,7 +130,9 @@ def read_text(path: str | os.PathLike[str]) -> str:
 def was_cut_off(error: json.JSONDecodeError) -> bool:
     """Tell if the text was JSON as far as it went, and ended too early."""
     rest = error.doc[error.pos :].rstrip()
-    return error.pos > 0 and (error.msg.startswith("Unterminated string") or bool(_UNFINISHED.fullmatch(rest)))
+    return error.pos > 0 and (
+        error.msg.startswith("Unterminated string") or bool(_UNFINISHED.fullmatch(rest))
+    )
 
 
 def read_json(text: str, source: str, versions: Sequence[int]) -> dict[str, Any]:
