@@ -2,10 +2,10 @@
 
     python -m benchmarks.microbenchmarks [--plot docs/microbenchmarks.svg] [--brief]
 
-``benchmarks/data/`` holds the tables, with the source of every row. Times of collectives are NCCL's: those of nccl-tests out
-of place, and on the H200 the payload over ``algbw`` of stas00's all-reduce benchmark. They are predicted for all ranks of the
-machines' presets. Times of products are cuBLAS's, again and again on the same operands; each is predicted as one kernel of
-the device's preset.
+``benchmarks/data/`` holds the tables, with the source of every row. Times of collectives are NCCL's: those of nccl-tests
+out of place, and on the H200 the payload over ``algbw`` of stas00's all-reduce benchmark. They are predicted for all ranks
+of the machines' presets. Times of products are cuBLAS's, again and again on the same operands; each is predicted as one
+kernel of the device's preset.
 """
 
 from __future__ import annotations
