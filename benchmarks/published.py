@@ -35,6 +35,7 @@ from partitioner import Plan, partition
 from partitioner.models.as_graph import as_graph
 from partitioner.models.workload import Workload
 from passes.graph.graph import OpGraph
+from passes.search.words import RecomputeMode
 
 CARDS = {
     "v100_16gb": ("V100-16GB", "dgx-v100"),
@@ -134,7 +135,7 @@ class Setting:
     autocast: torch.dtype | None = None
     tf32: bool = False
     optimizer: str = "adamw"
-    recompute: bool = False
+    recompute: RecomputeMode = "none"
     zero: int = 0
     stack: str | None = None
 
@@ -146,14 +147,18 @@ def setting_of(run: Run) -> Setting:
         size, tokens = words[1], run.tokens
         mixed = Precision(compute=torch.bfloat16)
         return Setting(
-            lambda: mpt(size, tokens), mixed, recompute=run.id.endswith("/ac"), zero=3, stack="2023"
+            lambda: mpt(size, tokens),
+            mixed,
+            recompute="full" if run.id.endswith("/ac") else "gathers",
+            zero=3,
+            stack="2023",
         )
     half = torch.float16 if {"fp16", "amp"} & set(words) else None
     scaled = Precision(loss_scale="dynamic") if half else None
     if words[0] == "dle":
         return Setting(resnet50, scaled, autocast=half, optimizer="momentum")
     if words[0] == "hf":
-        return Setting(bert_large, scaled, autocast=half, recompute="ckpt" in words)
+        return Setting(bert_large, scaled, autocast=half, recompute="full" if "ckpt" in words else "none")
     own = "native" not in words
     attention = "sdpa" if "flash" in words else "chain"
     dtype = torch.bfloat16 if "bf16" in words else torch.float32
@@ -194,7 +199,7 @@ def planned(run: Run) -> Plan:
     graph = _traced(run.id.split("/")[0], run.tokens)
     samples = run.batch // (run.gpus * run.microbatches)
     fix = [f"data={run.gpus}", f"zero={setting.zero}", f"microbatch={samples}"]
-    fix.append(f"recompute={'full' if setting.recompute else 'none'}")
+    fix.append(f"recompute={setting.recompute}")
     return partition(
         graph,
         cluster_of(run, setting),

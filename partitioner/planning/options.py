@@ -22,7 +22,7 @@ from passes.search.hybrid.fix import read_fix
 from passes.search.hybrid.request import HybridRequest
 from passes.search.layer.request import LayerRequest
 from passes.search.request import Request
-from passes.search.words import STRATEGY_WORDS, RecomputeMode
+from passes.search.words import STRATEGY_WORDS, RecomputeMode, of_activations
 from runtime.schedules import SCHEDULES
 
 STRATEGIES = (*STRATEGY_WORDS, "auto")
@@ -118,7 +118,7 @@ class PlanOptions:
             schedule=self.schedule,
             min_stages=self.min_stages,
             max_stages=self.max_stages,
-            recompute=self.recompute or ("full" if graph.checkpointing else "auto"),
+            recompute=of_activations(self.recompute or ("full" if graph.checkpointing else "auto")),
         )
 
     def _feature_request(self, job: Job, graph: OpGraph) -> FeatureRequest:
@@ -162,6 +162,8 @@ class PlanOptions:
             yield f"optimizer memory {self.optimizer_memory!r} is not one of: {', '.join(OPTIMIZERS)}"
         if self.recompute is not None and self.recompute not in RECOMPUTE_MODES:
             yield f"recompute {self.recompute!r} is not one of: {', '.join(RECOMPUTE_MODES)}"
+        if self.recompute == "gathers" and self.strategy == "layer":
+            yield "recompute 'gathers' is for shardings: in pipelines of single devices nothing is gathered"
         if self.objective is not None and self.objective not in OBJECTIVES:
             yield f"objective {self.objective!r} is not one of: {', '.join(OBJECTIVES)}"
 

@@ -81,7 +81,8 @@ class Stage(Record):
     saved_bytes: Natural = Field(description="held from forward to backward, per micro-batch in flight")
     weight_saved_bytes: Natural = Field(description="still held by a deferred weight half, per micro-batch")
     recomputed_blocks: tuple[str, ...] = Field(
-        description="modules (a number after #: a later call) whose activations backward computes again"
+        description="modules (a number after #: a later call) whose activations backward computes again; "
+        "gathers: products with parameters, each by itself, so that what was gathered for it is gathered again"
     )
     transient_bytes: Natural = Field(description="the most that is held on top while backward runs")
     first_transient_bytes: Natural = Field(
@@ -224,7 +225,7 @@ class PlanFields(PlanFile):
     opaque: tuple[str, ...] = Field(
         default=(), description="paths of modules that were asked to run whole, as one op each"
     )
-    recompute: Literal["none", "full", "auto"] = Field(
+    recompute: Literal["none", "gathers", "full", "auto"] = Field(
         description="whether backward may compute blocks' activations again: auto, where memory asks for it"
     )
     splits: tuple[SplitRecord, ...] = Field(

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from cost_models.units import counted, format_bytes, format_seconds
 from partitioner.record.modules import shorten
 from partitioner.report.sharding import mesh_text
+from passes.graph.blocks import GATHERS
 
 if TYPE_CHECKING:
     from partitioner.record.data import PlanData
@@ -52,8 +53,10 @@ def _detail_lines(old: PlanData, new: PlanData) -> list[str]:
 
 def _recompute(plan: PlanData) -> str:
     """Write what is recomputed: "auto, 3 blocks"."""
-    count = sum(len(stage.recomputed_blocks) for stage in plan.stages)
-    return f"{plan.recompute}, {counted(count, 'block')}"
+    blocks = [name for stage in plan.stages for name in stage.recomputed_blocks]
+    if GATHERS in blocks:
+        return f"{plan.recompute}, gathered again in {counted(blocks.count(GATHERS), 'stage')}"
+    return f"{plan.recompute}, {counted(len(blocks), 'block')}"
 
 
 def _blocks(plan: PlanData) -> str:

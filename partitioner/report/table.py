@@ -16,6 +16,7 @@ from partitioner.record.modules import common_parent, compress, shorten
 from partitioner.report.intervals import chance_text, peak_text, rates_text, step_text
 from partitioner.report.sharding import communication_share, mesh_text, ranks_text, sharding_sections
 from partitioner.report.text import columns, labelled, rate_text, text_width
+from passes.graph.blocks import GATHERS
 from passes.search.words import BY_HAND, STRATEGY_WORDS
 from passes.split.values import block_name
 
@@ -154,8 +155,10 @@ def recompute_line(plan: PlanData) -> list[str]:
     if not stages:
         return []
     blocks = list(dict.fromkeys(name for stage in stages for name in stage.recomputed_blocks))
-    names = shorten(compress(blocks), 50)
     where = f"in {len(stages)} of {counted(len(plan.stages), 'stage')}"
+    if blocks == [GATHERS]:
+        return [labelled("recompute", f"parameters {where} are gathered again in backward")]
+    names = shorten(compress(blocks), 50)
     return [
         labelled(
             "recompute", f"{counted(len(blocks), 'block')} {where} run forward again in backward: {names}"

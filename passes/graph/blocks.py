@@ -11,6 +11,10 @@ stages of a small ResNet); a model without any repetition has its outermost modu
 A block is a run of consecutive ops: a module that is called several times gives a block per call, ``cell``, ``cell#1``,
 ``cell#2``, …. So the ops of a block that share a stage can be run as one call, whatever else the stage holds: in a
 topological order nothing leads out of a run and back into it.
+
+Beside these there is ``GATHERS``: every layer that multiplies by a parameter, alone. Backward computes nothing of such a
+block again, since all that a product saves are its operands; but what was gathered for it (ZeRO-3's parameters) is
+gathered again, instead of being kept from forward to backward.
 """
 
 from __future__ import annotations
@@ -22,9 +26,13 @@ from torch import fx
 
 from passes.graph.graph import OpGraph, once_per_graph
 from passes.graph.recomputed import recomputed_ops
+from runtime.ops.products import CONVOLUTIONS, PRODUCTS, is_factor
 
+MULTIPLYING = PRODUCTS | CONVOLUTIONS
 FEWEST_OPS = 4
 """Fewer than this in a block save nothing worth the recompute: its result is kept by whoever reads it."""
+GATHERS = "gathers"
+"""Stands among a stage's blocks for its products with parameters, each by itself, that are in no other of them."""
 NEIGHBOURS = 4
 """A child is compared with this many others of its size or larger."""
 
@@ -117,7 +125,7 @@ def _runs(ops: Iterable[fx.Node], prefixes: Iterable[str]) -> dict[str, str]:
 
 def regions_of(graph: OpGraph, blocks: Collection[str]) -> tuple[tuple[str, ...], ...]:
     """List the ops of each of ``blocks``, in the model's order, wherever they run."""
-    found = regions_of_stages(graph, dict.fromkeys(block_of(graph), 0), [blocks])
+    found = regions_of_stages(graph, dict.fromkeys((node.name for node in graph.ops), 0), [blocks])
     return found[0] if found else ()
 
 
@@ -131,8 +139,25 @@ def regions_of_stages(
     if not any(blocks):
         return ()
     members: list[dict[str, list[str]]] = [{} for _ in blocks]
-    for name, block in block_of(graph).items():
-        stage = stage_of.get(name, -1)
-        if stage >= 0 and block in blocks[stage]:
-            members[stage].setdefault(block, []).append(name)
+    own, products = block_of(graph), _products_with_parameters(graph)
+    for node in graph.ops:
+        name, stage = node.name, stage_of.get(node.name, -1)
+        if stage < 0:
+            continue
+        if own.get(name) in blocks[stage]:
+            members[stage].setdefault(own[name], []).append(name)
+        elif GATHERS in blocks[stage] and name in products:
+            members[stage][f"{GATHERS} {name}"] = [name]
     return tuple(tuple(tuple(names) for names in found.values()) for found in members)
+
+
+@once_per_graph
+def _products_with_parameters(graph: OpGraph) -> frozenset[str]:
+    """Name the ops that multiply by a parameter and save nothing but their operands."""
+    parameters = {given.node for given in graph.inputs if given.kind == "parameter"}
+    return frozenset(
+        node.name
+        for node in graph.ops
+        if node.target in MULTIPLYING
+        and any(source.name in parameters and is_factor(node, source) for source in node.all_input_nodes)
+    )

@@ -60,7 +60,7 @@ class Candidate:
     microbatches: int
     schedule: str
     recomputed_blocks: tuple[tuple[str, ...], ...] = ()
-    """Stage -> the blocks (``passes.graph.blocks``) that it computes again in backward. Empty: none anywhere."""
+    """Stage -> the blocks (``passes.graph.blocks``, ``GATHERS`` too) that it computes again in backward. Empty: none."""
     shardings: Mapping[int, FeaturePlacement] = field(default_factory=dict)
     """Stage -> the way in which its group shares it; a stage without one runs on a single rank."""
     contiguous: bool = True

@@ -191,12 +191,14 @@ def _segment(
     hidden = (
         0.0 if deferring else _hidden_seconds(graph, costs, cluster, sharded.mesh, units, once, links, own)
     )
-    ahead = 0.0 if deferring else _ahead_seconds(graph, costs, cluster, sharded.mesh, units, once, links, own)
+    ahead = (0.0, 0.0)
+    if not deferring:
+        ahead = _ahead_seconds(graph, costs, cluster, sharded.mesh, units, once, links, own)
     gathered_bytes = max((item.whole_bytes for item in found), default=0)
     cost = replace(
         segment.cost,
-        forward_seconds=max(0.0, segment.cost.forward_seconds - ahead) + seconds[0],
-        backward_input_seconds=segment.cost.backward_input_seconds + seconds[1],
+        forward_seconds=max(0.0, segment.cost.forward_seconds - ahead[0]) + seconds[0],
+        backward_input_seconds=max(0.0, segment.cost.backward_input_seconds - ahead[1]) + seconds[1],
         backward_weight_seconds=max(0.0, segment.cost.backward_weight_seconds - hidden),
         # The largest collective's result, while what it is made of is still there, beside what is computed again.
         transient_bytes=segment.cost.transient_bytes + gathered_bytes,
@@ -221,12 +223,13 @@ def _backward_seconds(
     regions: Sequence[Sequence[str]],
 ) -> list[float]:
     """Return the seconds of each op in backward, with its collectives; of a block that is computed again, the last op's
-    include that."""
+    include what is."""
     each = costs.seconds(units, cluster.devices[mesh.ranks[0]])
     seconds = dict(zip(costs.ops, (each.backward_input + each.backward_weight).tolist(), strict=True))
     last_of = {name: names[-1] for names in regions for name in names}
+    again = _computed_again(costs, regions, deferring=False)
     for name, forward in zip(costs.ops, each.forward.tolist(), strict=True):
-        if name in last_of:
+        if name in again:
             seconds[last_of[name]] += forward
     for item in found:
         if item.backward:
@@ -269,18 +272,19 @@ def _ahead_seconds(
     found: Sequence[Traffic],
     links: Mapping[str, AxisLinks],
     regions: Sequence[Sequence[str]],
-) -> float:
-    """Return the seconds of forward that are computed while gathers of parameters are under way."""
+) -> tuple[float, float]:
+    """Return the seconds of forward, and of backward, that are computed while gathers of parameters are under way."""
     sending = {t.node: t.seconds(links[t.axis]) for t in found if t.kind == "all_gather" and not t.backward}
     index_of = {name: index for index, name in enumerate(costs.ops)}
     devices = cluster.unlike(mesh.ranks)
-    total = 0.0
-    for gathers, beside in ops_beside_gathers(graph, regions) if sending else ():
-        ops = [index_of[name] for name in beside if name in index_of]
-        computing = max(costs.segment_seconds(ops, units, device).forward for device in devices)
-        sent = sum(sending.get(name, 0.0) for name in gathers)
-        total += float(hidden_seconds(sent, computing, cluster.host_costs.contention))
-    return total
+    total = [0.0, 0.0]
+    for beside in ops_beside_gathers(graph, regions) if sending else ():
+        ops = [index_of[name] for name in beside.ops if name in index_of]
+        each = [costs.segment_seconds(ops, units, device) for device in devices]
+        computing = max(s.backward_input + s.backward_weight if beside.backward else s.forward for s in each)
+        sent = sum(sending.get(name, 0.0) for name in beside.gathers)
+        total[beside.backward] += float(hidden_seconds(sent, computing, cluster.host_costs.contention))
+    return total[0], total[1]
 
 
 def _computed_again(costs: GraphCosts, regions: Sequence[Sequence[str]], deferring: bool) -> set[str]:

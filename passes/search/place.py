@@ -28,6 +28,7 @@ from passes.search.layer.provider import LayerProvider
 from passes.search.layer.request import LayerRequest
 from passes.search.outcome import Outcome
 from passes.search.provider import Provider
+from passes.search.words import of_activations
 
 MOST_DEVICES_OF_A_MESH = 1024
 """Devices up to which the hybrid search looks at one stage on general meshes too, shards across nodes included: beyond,
@@ -59,9 +60,10 @@ def _providers(
     if isinstance(request, FeatureRequest):
         return [MeshProvider(judge, request)]
     job, counts, recompute = request.job, request.microbatches, request.fix.recompute or request.recompute
-    groups = GroupSearch(graph, costs, cluster, job, counts, request.schedule, recompute)
+    blocks = of_activations(recompute)
+    groups = GroupSearch(graph, costs, cluster, job, counts, request.schedule, blocks)
     found: list[Provider[Any]] = [GroupsProvider(groups, judge, request.fix.one_queue(cluster))]
-    single = LayerRequest(job, microbatches=counts, schedule=request.schedule, recompute=recompute)
+    single = LayerRequest(job, microbatches=counts, schedule=request.schedule, recompute=blocks)
     found.append(LayerProvider(judge, single))
     if groups.counts and request.schedule == "auto" and 1 < cluster.world_size <= MOST_DEVICES_OF_A_MESH:
         found.append(MeshProvider(judge, FeatureRequest(job, microbatches=counts, recompute=recompute)))

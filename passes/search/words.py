@@ -7,8 +7,15 @@ from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
 StrategyName = Literal["layer", "feature", "hybrid", "free"]
-RecomputeMode: TypeAlias = Literal["none", "full", "auto"]
-"""The blocks whose activations backward computes again: none, all of them, or where memory asks for it."""
+RecomputeMode: TypeAlias = Literal["none", "gathers", "full", "auto"]
+"""The blocks whose activations backward computes again: none, all of them, or where memory asks for it. ``gathers``: none,
+but parameters that are gathered for a product are gathered again for its backward, and not kept (FSDP's full shard)."""
+
+
+def of_activations(mode: RecomputeMode) -> RecomputeMode:
+    """Return what a search does that knows blocks, but no gathers."""
+    return "none" if mode == "gathers" else mode
+
 
 BY_HAND = "fixed by hand"
 """The status of a search that compared nothing but ways to fill in what was left open."""

@@ -9,15 +9,16 @@ beside it are ``cost_models.communication.hidden_seconds`` less than both in a r
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
 
 from torch import Tensor, fx
 
 from passes.graph.graph import OpGraph
 from runtime.ops.bridges import all_gather, is_bridge, sums_gradient
 from runtime.ops.fused_linear import fuse, layers_run_with, linears_behind
-from runtime.ops.gather_ahead import gather_steps
+from runtime.ops.gather_ahead import gather_steps, repeated_steps
 
 
 def layers_beside(graph: OpGraph, regions: Sequence[Sequence[str]]) -> Mapping[str, tuple[str, ...]]:
@@ -34,12 +35,20 @@ def layers_beside(graph: OpGraph, regions: Sequence[Sequence[str]]) -> Mapping[s
     return found
 
 
-def ops_beside_gathers(
-    graph: OpGraph, regions: Sequence[Sequence[str]]
-) -> tuple[tuple[tuple[str, ...], tuple[str, ...]], ...]:
-    """Name the gathers of parameters that start ahead, step by step, and the ops that run until they are waited for."""
-    if sum(map(len, gather_steps(_gathers(graph.ops), regions))) < 2:
-        return ()  # one step at most, in whatever order
+@dataclass(frozen=True)
+class BesideGathers:
+    """Gathers of parameters that are under way together, and the ops that run until they are waited for."""
+
+    gathers: tuple[str, ...]
+    ops: tuple[str, ...]
+    backward: bool
+    """The gathers are repeated, and it is the backward of the ops that runs beside them."""
+
+
+def ops_beside_gathers(graph: OpGraph, regions: Sequence[Sequence[str]]) -> tuple[BesideGathers, ...]:
+    """Name the gathers of parameters that start ahead, step by step, and what runs beside them."""
+    if len(gather_steps(_gathers(graph.ops), regions)) < 2:
+        return ()
     ordered = fx.Graph()
     ordered.output(ordered.graph_copy(next(iter(graph.nodes.values())).graph, val_map={}))
     summing = [node for node in ordered.nodes if is_bridge(node) and sums_gradient(node)]
@@ -47,16 +56,30 @@ def ops_beside_gathers(
         ordered, dict.fromkeys(summing, linears_behind("", None, _nothing)), regions
     )  # as the executor orders them
     steps = gather_steps(_gathers(ordered.nodes), regions)
-    found = []
-    for before, step in itertools.pairwise(steps):
-        beside, node = [], before[-1].next
-        while node is not step[0]:
-            beside.append(node.name)
-            node = node.next
-        found.append(
-            (tuple(each.name for each in step), tuple(name for name in beside if name in graph.nodes))
-        )
+    found = [
+        BesideGathers(_names(step), _between(before[-1], step[0], graph), False)
+        for before, step in pairwise(steps)
+    ]
+    again = [step for step, repeated in zip(steps, repeated_steps(steps, regions), strict=True) if repeated]
+    last_of = {name: names[-1] for names in regions for name in names}
+    for before, step in pairwise(again):
+        own, later = (last_of[each[0].name] for each in (before, step))
+        ops = [name for name in _between(before[-1], step[0], graph) if name != own]
+        found.append(BesideGathers(_names(before), (*ops, later), True))
     return tuple(found)
+
+
+def _between(before: fx.Node, behind: fx.Node, graph: OpGraph) -> tuple[str, ...]:
+    """Name the ops of ``graph`` that run after one node and before another."""
+    found, node = [], before.next
+    while node is not behind:
+        found.append(node.name)
+        node = node.next
+    return tuple(name for name in found if name in graph.nodes)
+
+
+def _names(nodes: Iterable[fx.Node]) -> tuple[str, ...]:
+    return tuple(node.name for node in nodes)
 
 
 def _gathers(nodes: Iterable[fx.Node]) -> list[fx.Node]:

@@ -16,6 +16,7 @@ from fractions import Fraction
 
 from torch import fx
 
+from passes.graph.blocks import MULTIPLYING
 from passes.graph.graph import OpGraph
 from passes.graph.nodes import tensors_of
 from runtime.ops import bridges
@@ -30,7 +31,13 @@ def regions_on_shards(graph: OpGraph, regions: Sequence[Sequence[str]]) -> tuple
         own = _of_bridge(node, region_of) if is_bridge(node) else region_of.get(node.name)
         if own is not None and tensors_of(node):  # sizes are computed from the inputs', ahead of everything
             found[own].append(node.name)
-    return tuple(tuple(names) for names in found if names)
+    again = (names for names in found if len(names) > 1 or not _saves_operands_only(graph, names))
+    return tuple(tuple(names) for names in again if names)
+
+
+def _saves_operands_only(graph: OpGraph, names: Sequence[str]) -> bool:
+    """Tell whether the one op of a region is a product: with nothing gathered for it, nothing is made again."""
+    return bool(names) and graph.nodes[names[0]].target in MULTIPLYING
 
 
 def _of_bridge(bridge: fx.Node, region_of: Mapping[str, int]) -> int | None:

@@ -20,7 +20,7 @@ work on fake tensors only: they tell shapes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial as given
 from typing import Any
 
@@ -31,7 +31,7 @@ from torch._subclasses import FakeTensor
 from cost_models.errors import InternalError
 from runtime.mesh.axis import Axis
 from runtime.ops.fused_linear import Regions, fuse, linears_behind
-from runtime.ops.gather_ahead import gather_steps, start_ahead
+from runtime.ops.gather_ahead import GatherStep, gather_steps, start_ahead
 from runtime.ops.local import run_local, with_axes
 from runtime.ops.products import PRODUCTS, multiplies
 
@@ -183,7 +183,7 @@ def bind(
         summing = [node for node in graph.nodes if is_bridge(node) and sums_gradient(node)]
         fuse(graph, {node: _with_linears(node, axes[node.kwargs["axis"]]) for node in summing}, regions)
         gathers = [node for node in graph.nodes if is_bridge(node) and node.target is all_gather]
-        start_ahead(graph, gather_steps(gathers, regions), given(_in_two, axes))
+        start_ahead(graph, gather_steps(gathers, regions), given(_in_two, axes), regions)
     for node in graph.nodes:
         if is_bridge(node):
             node.target = bridge_function(node, axes[node.kwargs["axis"]])
@@ -208,21 +208,27 @@ def _with_linears(bridge: fx.Node, axis: Axis) -> Callable[..., Any]:
 
 
 def _in_two(
-    axes: Mapping[str, Axis], gather: fx.Node
-) -> tuple[Callable[[Tensor], Any], Callable[..., Tensor]]:
-    """Make a function that starts ``gather`` and one that waits for it; backward is the bridge's."""
-    axis: Axis = axes[str(gather.kwargs["axis"])]
-    dim: Any = gather.args[1]
-    _, back = _ways(gather, axis)
+    axes: Mapping[str, Axis], step: Sequence[fx.Node]
+) -> tuple[Callable[..., GatherStep], list[Callable[..., Tensor]]]:
+    """Make a function that starts the gathers of ``step`` and one that waits for each; backward is the bridge's."""
+    dims: list[Any] = [node.args[1] for node in step]
+    starts = [
+        given(axes[str(node.kwargs["axis"])].start_whole, dim=dim)
+        for node, dim in zip(step, dims, strict=True)
+    ]
 
-    def start_gather(x: Tensor) -> Callable[[], Tensor]:
-        return axis.start_whole(x.detach(), dim)
+    def start_gathers(before: GatherStep | None, *parts: Tensor) -> GatherStep:
+        return GatherStep(before, starts, parts)
 
-    def wait_for_gather(x: Tensor, whole: Callable[[], Tensor]) -> Tensor:
-        result: Tensor = _BridgeFunction.apply(x, lambda _: whole(), back)  # type: ignore[no-untyped-call]
-        return result
+    def waiting(number: int, back: Way | None) -> Callable[..., Tensor]:
+        def wait_for_gather(x: Tensor, step: GatherStep) -> Tensor:
+            result: Tensor = _BridgeFunction.apply(x, lambda _: step.wait(number), back)  # type: ignore[no-untyped-call]
+            return result
 
-    return start_gather, wait_for_gather
+        return wait_for_gather
+
+    backs = [_ways(node, axes[str(node.kwargs["axis"])])[1] for node in step]
+    return start_gathers, [waiting(number, back) for number, back in enumerate(backs)]
 
 
 def axes_of(graph: fx.Graph) -> tuple[str, ...]:

@@ -23,6 +23,7 @@ PRODUCTS = frozenset(
     }
 )
 """Ops that keep no reference to their result, and whose factors' gradients are new tensors."""
+CONVOLUTIONS = frozenset({aten.conv1d.default, aten.conv2d.default, aten.conv3d.default})
 
 
 def multiplies(op: fx.Node, operand: fx.Node) -> bool:

@@ -15,17 +15,12 @@ from torch import fx
 from cost_models.errors import InternalError
 from cost_models.layout import Layout, Mesh, Placement, Shard
 from runtime.mesh.sharding import Block, block_of
-from runtime.ops.products import PRODUCTS, is_factor
+from runtime.ops.products import CONVOLUTIONS, PRODUCTS, is_factor
 from runtime.segment.portable import PackedNode, pack, unpack
 
 aten = torch.ops.aten
 
-_WEIGHTED = PRODUCTS | {
-    aten.conv1d.default,
-    aten.conv2d.default,
-    aten.conv3d.default,
-    aten.embedding.default,
-}
+_WEIGHTED = PRODUCTS | CONVOLUTIONS | {aten.embedding.default}
 """Ops whose weight's gradient is a new tensor; some keep more than that."""
 
 Dim: TypeAlias = int | sympy.Expr

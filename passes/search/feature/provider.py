@@ -1,9 +1,10 @@
 """One stage that all devices share, sharded over one mesh or another, as a proposal: the cheapest sharding that fits.
 
 recompute     searches
-none          keeping all activations
+none          keeping all activations, and all parameters that were gathered
+gathers       gathering these again in backward
 full          with all blocks computed again in backward
-auto          the first; where nothing fits, the second
+auto          the first; where nothing fits, the second, then the third
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from functools import cached_property
 
 from cost_models.errors import InfeasibleError, PartitionerError, TimeLimitError, UsageError
 from cost_models.units import counted, format_bytes
-from passes.graph.blocks import block_of, regions_of
+from passes.graph.blocks import GATHERS, block_of, regions_of
 from passes.graph.graph import OpGraph
 from passes.lower.candidate import Candidate
 from passes.search.certificate import BoundTerm, PipelineTerms, StageTerms
@@ -59,8 +60,15 @@ class MeshProvider:
     _failures: list[InfeasibleError | TimeLimitError] = field(default_factory=list)
 
     @cached_property
-    def _blocks(self) -> tuple[str, ...]:
-        return tuple(dict.fromkeys(block_of(self.judge.graph).values()))
+    def _modes(self) -> list[tuple[str, ...]]:
+        """List what backward may compute again, cheapest first."""
+        every = tuple(dict.fromkeys(block_of(self.judge.graph).values()))
+        modes: dict[RecomputeMode | None, list[tuple[str, ...]]] = {
+            "none": [()],
+            "gathers": [(GATHERS,)],
+            "full": [every],
+        }
+        return list(dict.fromkeys(modes.get(self.request.recompute, [(), (GATHERS,), every])))
 
     def proposals(self, known_seconds: float, room: float, deadline: float) -> Sequence[Proposal[Sharded]]:
         """Return the cheapest sharding, keeping activations if one fits so, and data parallelism; see ``Provider``."""
@@ -70,8 +78,7 @@ class MeshProvider:
     def _cheapest_of_modes(
         self, known_seconds: float, room: float, deadline: float
     ) -> list[Proposal[Sharded]]:
-        modes: dict[RecomputeMode | None, list[tuple[str, ...]]] = {"none": [()], "full": [self._blocks]}
-        for blocks in dict.fromkeys(modes.get(self.request.recompute, [(), self._blocks])):
+        for blocks in self._modes:
             found = self._cheapest(known_seconds, room, deadline, blocks)
             if found is not None:
                 return [found]
@@ -131,15 +138,16 @@ class MeshProvider:
     def leaner(
         self, judged: Judged[Sharded], room: float, known_seconds: float
     ) -> tuple[Proposal[Sharded], float] | None:
-        """Search with as much less memory as the simulation needs more; with blocks computed again where none fits so."""
+        """Search with as much less memory as the simulation needs more; with more computed again where none fits so."""
         smallest, found = self._smallest_bytes, judged.proposal.solved
         unseen = smallest + judged.simulated.overflow_bytes - found.result.cost.memory_bytes
         room = 1 - max((1 - room) + TUNING.least_reserve, unseen / smallest)
         until = time.perf_counter() + (self.request.time_limit_seconds or math.inf)
         smaller = self._cheapest(known_seconds, room, until, found.blocks)
-        if smaller is None and not found.blocks and self.request.recompute != "none" and self._blocks:
-            room = 1.0
-            smaller = self._cheapest(known_seconds, room, until, self._blocks)
+        for blocks in self._modes[self._modes.index(found.blocks) + 1 :]:
+            if smaller is None:
+                room = 1.0
+                smaller = self._cheapest(known_seconds, room, until, blocks)
         return None if smaller is None else (smaller, room)
 
     def proved(self) -> Proved:

@@ -19,7 +19,7 @@ from cost_models.cluster import ClusterSpec
 from cost_models.errors import InfeasibleError, TimeLimitError, UsageError
 from cost_models.units import counted
 from passes.costs.costs import GraphCosts
-from passes.graph.blocks import block_of, regions_of_stages
+from passes.graph.blocks import GATHERS, block_of, regions_of_stages
 from passes.graph.graph import OpGraph
 from passes.interrupts import keep_from_here, may_be_lost
 from passes.lower.candidate import Candidate
@@ -54,9 +54,11 @@ class _Way:
     zero: int
     again: bool
     """Stages that do not fit compute their blocks again in backward."""
+    gathers: bool = False
+    """Parameters that are gathered for a product are gathered again in backward."""
 
     def __str__(self) -> str:
-        again = ", blocks computed again" if self.again else ""
+        again = ", blocks computed again" if self.again else ", gathered again" if self.gathers else ""
         return f"{counted(self.microbatches, 'micro-batch')}, ZeRO-{self.zero}{again}"
 
 
@@ -167,7 +169,7 @@ class _Hybrid:
         else:
             kinds: list[tuple[RecomputeMode, bool]] = [("full" if way.again else "none", False)]
             if last_resort:
-                kinds = [(self.recompute, True)]
+                kinds = [("none" if way.gathers else self.recompute, True)]
             elif way.again and self.recompute == "auto":
                 kinds.append(("auto", True))
             wanted = [self._balanced(way.microbatches, recompute, limited) for recompute, limited in kinds]
@@ -207,11 +209,16 @@ class _Hybrid:
         """
         replicated = any((self.degrees.replicas(g) or 1) > 1 for g in range(len(self.degrees.groups)))
         zeros = [0, 1, 3] if self.fix.zero is None and replicated else [self.fix.zero or 0]
-        again = {"none": [False], "full": [True], "auto": [False, True]}[self.recompute]
-        order = [[(0, False)], [(1, False)], [(0, True)], [(1, True), (3, False)], [(3, True)]]
+        kept, gathers, again = (
+            [_Way(count, zero, again=more == "full", gathers=more == "gathers") for zero in (0, 1, 3)]
+            for more in ("none", "gathers", "full")
+        )
+        allowed = {"none": kept, "gathers": gathers, "full": again, "auto": [*kept, gathers[-1], *again]}
+        order = [[kept[0]], [kept[1]], [again[0]], [again[1], kept[2]], [gathers[2]], [again[2]]]
+        if self.recompute == "gathers":
+            order = [[way] for way in gathers]
         listed = (
-            [_Way(count, zero, more) for zero, more in ways if zero in zeros and more in again]
-            for ways in order
+            [way for way in ways if way.zero in zeros and way in allowed[self.recompute]] for ways in order
         )
         return [ways for ways in listed if ways]
 
@@ -241,6 +248,8 @@ class _Hybrid:
             for number in range(self.degrees.stages)
         ]
         again = everywhere if self.recompute == "full" else set[int]()
+        if way.gathers:
+            return [self._simulated(way, cut, ((GATHERS,),) * self.degrees.stages)]
         while True:
             chosen = tuple(own if number in again else () for number, own in enumerate(every))
             try:

@@ -95,8 +95,8 @@ def changes_of(
         return words, replace(known, fix=replace(fix, **changed))  # type: ignore[arg-type]
 
     recompute = fix.recompute or request.recompute
-    if recompute == "none":
-        yield " (of none)", [fixed("recompute=auto", recompute="auto")]
+    if recompute in ("none", "gathers"):
+        yield f" (of {recompute})", [fixed("recompute=auto", recompute="auto")]
     replicas = [degrees.replicas(group) or 1 for group in range(len(degrees.groups))]
     if fix.zero in (0, 1) and max(replicas) > 1:
         yield f" (of {fix.zero})", [fixed(f"zero={z}", zero=z) for z in (1, 3) if z > fix.zero]

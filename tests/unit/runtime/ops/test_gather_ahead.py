@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, fx
 
 from runtime.ops import bridges
-from runtime.ops.gather_ahead import gather_steps, start_ahead
+from runtime.ops.gather_ahead import GatherStep, Split, gather_steps, start_ahead
+from runtime.segment.recompute import checkpointed, marked
 
 aten = torch.ops.aten
 
@@ -36,23 +37,44 @@ def gathers_of(graph: fx.Graph) -> list[fx.Node]:
     return graph.find_nodes(op="call_function", target=bridges.all_gather)
 
 
-def doubled(happened: list[str]) -> Callable[[fx.Node], tuple[Callable[..., Any], Callable[..., Any]]]:
-    """As a gather of two equal parts."""
+def doubled(happened: list[str]) -> Split:
+    """As gathers of two equal parts."""
 
-    def split(node: fx.Node) -> tuple[Callable[..., Any], Callable[..., Any]]:
-        name = str(node.args[0])
+    def split(step: Sequence[fx.Node]) -> tuple[Callable[..., Any], Sequence[Callable[..., Any]]]:
+        names = [str(node.args[0]) for node in step]
 
-        def start(x: Tensor) -> Tensor:
-            happened.append(f"start {name}")
-            return torch.cat([x, x])
+        def starting(name: str) -> Callable[[Tensor], Callable[[], Tensor]]:
+            def start(x: Tensor) -> Callable[[], Tensor]:
+                happened.append(f"start {name}")
+                return lambda: torch.cat([x, x])
 
-        def wait(x: Tensor, under_way: Tensor) -> Tensor:
-            happened.append(f"wait {name}")
-            return under_way
+            return start
 
-        return start, wait
+        def begin(before: GatherStep | None, *parts: Tensor) -> GatherStep:
+            return GatherStep(before, [starting(name) for name in names], parts)
+
+        def waiting(number: int) -> Callable[[Tensor, GatherStep], Tensor]:
+            def wait(x: Tensor, step: GatherStep) -> Tensor:
+                happened.append(f"wait {names[number]}")
+                return Whole.apply(x, step.wait(number))  # type: ignore[no-any-return, no-untyped-call]
+
+            return wait
+
+        return begin, [waiting(number) for number in range(len(step))]
 
     return split
+
+
+class Whole(torch.autograd.Function):
+    """As the gather of ``x``, which is there already."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, whole: Tensor) -> Tensor:
+        return whole
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        return gradients[0][: gradients[0].shape[0] // 2] * 2, None
 
 
 def test_each_step_starts_behind_the_one_before() -> None:
@@ -78,3 +100,27 @@ def test_blocks_that_are_computed_again_gather_as_before(inside: int) -> None:
     own = gathers_of(graph)
     steps = gather_steps(own, [[own[inside].name]])
     assert [own[inside] in step for step in steps] == [False, False]
+
+
+@pytest.mark.parametrize("frozen", [None, 1])
+def test_backward_starts_a_step_again_when_it_has_the_one_behind(frozen: int | None) -> None:
+    """Each block is a gather and the op that reads it: forward starts the gathers outside, backward in reverse."""
+    graph = graph_of((1, 1, 1))
+    blocks = [(node.name, next(iter(node.users)).name) for node in gathers_of(graph)]
+    happened: list[str] = []
+    steps = gather_steps(gathers_of(graph), blocks)
+    assert [len(step) for step in steps] == [1, 1, 1]
+    start_ahead(graph, steps, doubled(happened), blocks)
+    again = checkpointed(marked(fx.GraphModule(torch.nn.Module(), graph), blocks), random=False)
+    x, *w = (
+        torch.full((size,), float(i + 1), requires_grad=i != frozen) for i, size in enumerate((4, 2, 2, 2))
+    )
+    (y,) = again(x, *w)
+    torch.testing.assert_close(y, torch.full((4,), 24.0))
+    assert happened == ["start w0", "start w1", "wait w0", "start w2", "wait w1", "wait w2"]
+    happened.clear()
+    y.sum().backward()
+    before = ["start w0", "wait w0"] if frozen is None else ["wait w0", "start w0"]
+    assert happened == ["wait w2", "start w2", "start w1", "wait w1", *before]
+    assert w[2].grad is not None
+    torch.testing.assert_close(w[2].grad, torch.full((2,), 12.0))
