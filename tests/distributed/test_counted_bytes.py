@@ -40,6 +40,9 @@ CASES: dict[str, tuple[str, tuple[int, ...], dict[str, str]]] = {
     "mlp zero 1 and column row": ("mlp", (2, 2), {"*": "zero1 column_row"}),
     "gpt as searched": ("gpt", (2, 2), {}),
     "gpt zero 3, blocks again": ("gpt", (2,), {"*": "zero3"}),
+    "gpt zero 3, gathered again": ("gpt", (2,), {"*": "zero3"}),
+    "gpt zero 3 and column row, gathered again": ("gpt", (2, 2), {"*": "zero3 column_row"}),
+    "gpt sequence, gathered again": ("gpt", (2,), {"*": "sequence"}),
     "gpt sequence, blocks again": ("gpt", (2,), {"*": "sequence"}),
     "gpt data and column row, blocks again": ("gpt", (2, 2), {"*": "data column_row"}),
     "gpt as searched, blocks again": ("gpt", (2, 2), {}),
@@ -130,6 +133,7 @@ SHOWN = [
     "mlp zero 1 and column row",
     "gpt as searched",
     "gpt zero 3, blocks again",
+    "gpt zero 3, gathered again",
     "gpt sequence, blocks again",
     "gpt data and column row, blocks again",
 ]
@@ -154,9 +158,11 @@ def test_workers_send_what_the_plan_counts(pool: WorkerPool, case: str) -> None:
         strategy="feature",
         pins=pins,
         mesh=mesh,
-        recompute="full" if "again" in case else None,
+        recompute="gathers" if "gathered again" in case else "full" if "again" in case else None,
     )
-    assert len(plan.stages[0].recomputed_blocks) == (2 if "again" in case else 0)
+    assert len(plan.stages[0].recomputed_blocks) == (
+        1 if "gathered again" in case else 2 if "again" in case else 0
+    )
     results = pool.run(count_sent, task_of(plan, graph, model, batch), world_size=ranks, timeout_seconds=60)
     sent = {pair: size / STEPS for result in results for pair, size in result.items()}
     simulation = plan.simulate()

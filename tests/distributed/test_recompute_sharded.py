@@ -15,28 +15,32 @@ from partitioner import Plan, partition
 from partitioner.models.as_graph import as_graph
 from partitioner.verify.verify import verify_plan
 from passes.graph.graph import OpGraph
+from passes.search.words import RecomputeMode
 from runtime.ranks.launch import WorkerPool
 from tests.distributed.test_recompute import made
 from tests.support.matrix import thinned
 
 loaded = cache(load)
 
-CASES: tuple[tuple[str, Mesh, str], ...] = (
-    ("gpt2", (2,), "data"),
-    ("gpt2", (2,), "zero3"),
-    ("gpt2", (2,), "column_row"),
-    ("gpt2", (2, 2), "zero3 sequence"),
-    ("bert", (2,), "vocabulary"),
-    ("resnet50", (2,), "data"),
+CASES: tuple[tuple[str, Mesh, str, RecomputeMode], ...] = (
+    ("gpt2", (2,), "data", "full"),
+    ("gpt2", (2,), "zero3", "full"),
+    ("gpt2", (2,), "zero3", "gathers"),
+    ("gpt2", (2,), "column_row", "full"),
+    ("gpt2", (2, 2), "zero3 sequence", "full"),
+    ("gpt2", (2, 2), "zero3 sequence", "gathers"),
+    ("bert", (2,), "vocabulary", "full"),
+    ("resnet50", (2,), "data", "full"),
+    ("resnet50", (2,), "zero3", "gathers"),
 )
 
 
-@pytest.mark.parametrize(("model", "mesh", "pattern"), thinned(CASES, [CASES[1], CASES[3]]))
+@pytest.mark.parametrize(("model", "mesh", "pattern", "recompute"), thinned(CASES, [CASES[2], CASES[4]]))
 def test_a_real_model_computes_what_it_computed(
-    model: str, mesh: Mesh, pattern: str, pool: WorkerPool
+    model: str, mesh: Mesh, pattern: str, recompute: RecomputeMode, pool: WorkerPool
 ) -> None:
     workload, graph = loaded(model)
-    plan = sharded(graph, mesh, pattern, "full")
+    plan = sharded(graph, mesh, pattern, recompute)
     assert plan.stages[0].recomputed_blocks
     saved = Plan.from_json(plan.model_dump_json())
     report = verify_plan(saved, workload, pool=pool, graph=graph)

@@ -12,6 +12,7 @@ from torch import Tensor, fx
 from runtime.ops import bridges
 from runtime.ops.gather_ahead import GatherStep, Split, gather_steps, start_ahead
 from runtime.segment.recompute import checkpointed, marked
+from tests.support.alive import AliveBytes
 
 aten = torch.ops.aten
 
@@ -124,3 +125,36 @@ def test_backward_starts_a_step_again_when_it_has_the_one_behind(frozen: int | N
     assert happened == ["wait w2", "start w2", "start w1", "wait w1", *before]
     assert w[2].grad is not None
     torch.testing.assert_close(w[2].grad, torch.full((2,), 12.0))
+
+
+@pytest.mark.parametrize("repeated", [False, True], ids=["kept", "repeated"])
+def test_what_is_repeated_is_not_kept(repeated: bool) -> None:
+    """Four layers of weights of n x n, gathered from halves, with a batch of one sample."""
+    n, layers = 64, 4
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    parts = [graph.placeholder(f"w{i}") for i in range(layers)]
+    blocks, y = [], x
+    for part in parts:
+        weight = graph.call_function(bridges.all_gather, (part, 0), {"axis": "data", "parts": 2})
+        y = graph.call_function(aten.linear.default, (y, weight))
+        blocks.append((weight.name, y.name))
+    graph.output((y,))
+    regions = blocks if repeated else []
+    first = gathers_of(graph)[0]
+    start_ahead(graph, gather_steps(gathers_of(graph), regions), doubled([]), regions)
+    if not repeated:
+        first.target = lambda x, *_, **__: torch.cat([x, x])
+    module = checkpointed(marked(fx.GraphModule(torch.nn.Module(), graph), regions), random=False)
+    given = [
+        torch.randn(1, n, requires_grad=True),
+        *(torch.randn(n // 2, n, requires_grad=True) for _ in range(layers)),
+    ]
+    size = n * n * given[0].itemsize
+    with AliveBytes(given) as alive:
+        before = alive.current_bytes
+        (result,) = module(*given)
+        kept = alive.current_bytes - before
+        result.sum().backward()
+    assert kept // size == (0 if repeated else layers)
+    assert (alive.peak_bytes - before) // size <= (layers if repeated else 2 * layers)
