@@ -67,6 +67,8 @@ def test_nan_and_infinity_stay_where_they_are(family: str, random: Random) -> No
     for choice in choices(node):
         if choice.local.startswith("batch_norm") and any(is_float(v) and v.isinf().any() for v in values):
             continue  # the kernel's mean of an infinite number is NaN or infinite by its place
+        if family == "einsum" and len(values) > 2 and any(is_float(v) and v.isinf().any() for v in values):
+            continue  # of three factors it sums one before it multiplies: a part's sum may be zero, times infinity
         if choice.local == "cross_entropy:classes" and any(
             is_float(v) and v.dim() == 1 and v.isinf().any() for v in values
         ):
