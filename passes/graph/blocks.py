@@ -153,11 +153,13 @@ def regions_of_stages(
 
 @once_per_graph
 def _products_with_parameters(graph: OpGraph) -> frozenset[str]:
-    """Name the ops that multiply by a parameter and save nothing but their operands."""
+    """Name the ops that save a parameter, since the other factor needs a gradient, and nothing but their operands."""
     parameters = {given.node for given in graph.inputs if given.kind == "parameter"}
-    return frozenset(
-        node.name
-        for node in graph.ops
-        if node.target in MULTIPLYING
-        and any(source.name in parameters and is_factor(node, source) for source in node.all_input_nodes)
-    )
+    found = set()
+    for node in graph.ops:
+        if node.target in MULTIPLYING:
+            factors = [source.name for source in node.all_input_nodes if is_factor(node, source)]
+            others = graph.needs_grad.difference(parameters).intersection(factors)
+            if others and parameters.intersection(factors):
+                found.add(node.name)
+    return frozenset(found)

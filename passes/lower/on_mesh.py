@@ -191,18 +191,19 @@ def _segment(
     hidden = (
         0.0 if deferring else _hidden_seconds(graph, costs, cluster, sharded.mesh, units, once, links, own)
     )
-    ahead = (0.0, 0.0)
+    ahead = _Ahead()
     if not deferring:
-        ahead = _ahead_seconds(graph, costs, cluster, sharded.mesh, units, once, links, own)
+        ahead = _started_ahead(graph, costs, cluster, sharded.mesh, units, once, links, own)
     gathered_bytes = max((item.whole_bytes for item in found), default=0)
     cost = replace(
         segment.cost,
-        forward_seconds=max(0.0, segment.cost.forward_seconds - ahead[0]) + seconds[0],
-        backward_input_seconds=max(0.0, segment.cost.backward_input_seconds - ahead[1]) + seconds[1],
+        forward_seconds=max(0.0, segment.cost.forward_seconds - ahead.forward_seconds) + seconds[0],
+        backward_input_seconds=max(0.0, segment.cost.backward_input_seconds - ahead.backward_seconds)
+        + seconds[1],
         backward_weight_seconds=max(0.0, segment.cost.backward_weight_seconds - hidden),
         # The largest collective's result, while what it is made of is still there, beside what is computed again.
-        transient_bytes=segment.cost.transient_bytes + gathered_bytes,
-        first_transient_bytes=segment.cost.first_transient_bytes + gathered_bytes,
+        transient_bytes=segment.cost.transient_bytes + gathered_bytes + ahead.repeated_bytes,
+        first_transient_bytes=segment.cost.first_transient_bytes + gathered_bytes + ahead.repeated_bytes,
     )
     segment = replace(segment, cost=cost, collectives=collectives(found, sharded.mesh, links))
     return segment, found, links, _backward_seconds(costs, cluster, sharded.mesh, units, found, links, own)
@@ -263,7 +264,16 @@ def _hidden_seconds(
     return total
 
 
-def _ahead_seconds(
+@dataclass(frozen=True)
+class _Ahead:
+    """Seconds that are computed while gathers of parameters are under way; bytes of the largest that backward repeats."""
+
+    forward_seconds: float = 0.0
+    backward_seconds: float = 0.0
+    repeated_bytes: int = 0
+
+
+def _started_ahead(
     graph: OpGraph,
     costs: GraphCosts,
     cluster: ClusterSpec,
@@ -272,19 +282,21 @@ def _ahead_seconds(
     found: Sequence[Traffic],
     links: Mapping[str, AxisLinks],
     regions: Sequence[Sequence[str]],
-) -> tuple[float, float]:
-    """Return the seconds of forward, and of backward, that are computed while gathers of parameters are under way."""
-    sending = {t.node: t.seconds(links[t.axis]) for t in found if t.kind == "all_gather" and not t.backward}
+) -> _Ahead:
+    gathers = {t.node: t for t in found if t.kind == "all_gather" and not t.backward}
     index_of = {name: index for index, name in enumerate(costs.ops)}
     devices = cluster.unlike(mesh.ranks)
-    total = [0.0, 0.0]
-    for beside in ops_beside_gathers(graph, regions) if sending else ():
+    hidden, most = [0.0, 0.0], 0
+    for beside in ops_beside_gathers(graph, regions) if gathers else ():
         ops = [index_of[name] for name in beside.ops if name in index_of]
         each = [costs.segment_seconds(ops, units, device) for device in devices]
         computing = max(s.backward_input + s.backward_weight if beside.backward else s.forward for s in each)
-        sent = sum(sending.get(name, 0.0) for name in beside.gathers)
-        total[beside.backward] += float(hidden_seconds(sent, computing, cluster.host_costs.contention))
-    return total[0], total[1]
+        own = [gathers[name] for name in beside.gathers if name in gathers]
+        sending = sum(t.seconds(links[t.axis]) for t in own)
+        hidden[beside.backward] += float(hidden_seconds(sending, computing, cluster.host_costs.contention))
+        if beside.backward:
+            most = max(most, sum(t.whole_bytes for t in own))
+    return _Ahead(hidden[0], hidden[1], most)
 
 
 def _computed_again(costs: GraphCosts, regions: Sequence[Sequence[str]], deferring: bool) -> set[str]:

@@ -137,7 +137,7 @@ def test_a_model_that_checkpoints_means_full_unless_told_otherwise() -> None:
 def test_unknown_words_are_refused(graph: OpGraph) -> None:
     with pytest.raises(UsageError) as caught:
         planned(graph, recompute="some")
-    assert "recompute 'some' is not one of: none, full, auto" in caught.value.because
+    assert "recompute 'some' is not one of: none, gathers, full, auto" in caught.value.because
 
 
 def test_it_survives_the_file(graph: OpGraph) -> None:
@@ -213,3 +213,30 @@ def test_a_sharded_model_that_checkpoints_means_full_too() -> None:
     plan = sharded(trace(model, torch.randn(2, 32), loss_fn=squares))
     assert plan.recompute == "full"
     assert len(recomputed(plan)) == LAYERS
+
+
+def test_gathers_are_repeated_where_that_is_enough() -> None:
+    """ZeRO-3 with small micro-batches: what is gathered for them is most of what is kept."""
+    graph = trace(
+        nn.Sequential(*(nn.Linear(512, 512) for _ in range(LAYERS))), torch.randn(2, 512), loss_fn=squares
+    )
+    zero3 = {"strategy": "feature", "pins": {"*": "zero3"}, "mesh": (2,), "batch_size": 8, "microbatches": 4}
+    zero3["schedule"] = "auto"
+    none, gathers = (planned(graph, recompute=mode, **zero3) for mode in ("none", "gathers"))
+    assert recomputed(gathers) == ["gathers"]
+    peaks = [max(plan.prediction.peak_memory_bytes.values()) for plan in (none, gathers)]
+    assert peaks[1] < peaks[0]
+    again = gathers.prediction.collectives - none.prediction.collectives
+    assert again == 4 * 2 * (LAYERS - 1), "weight and bias; the first layer's input needs no gradient"
+    assert "parameters in 1 of 1 stage are gathered again in backward" in " ".join(str(gathers).split())
+    assert "recompute: none, 0 blocks -> gathers, gathered again in 1 stage" in none.diff(gathers)
+    assert Plan.from_json(gathers.model_dump_json()) == gathers
+    found = planned(graph, str(peaks[1]), **zero3)
+    assert recomputed(found) == ["gathers"], "auto"
+    assert found.recompute == "auto"
+
+
+def test_pipelines_of_single_devices_gather_nothing(graph: OpGraph) -> None:
+    with pytest.raises(UsageError, match="nothing is gathered"):
+        planned(graph, recompute="gathers", strategy="layer")
+    assert recomputed(planned(graph, recompute="gathers", strategy="auto")) == []

@@ -10,12 +10,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from cost_models.layout import Mesh, Shard
-from passes.graph.blocks import regions_of_stages
+from passes.graph.blocks import GATHERS, regions_of_stages
 from passes.graph.graph import OpGraph
 from passes.shard.regions import regions_on_shards
 from passes.shard.shard import ShardedGraph, shard_graph
 from passes.trace.trace import trace
-from runtime.ops.bridges import is_bridge
+from runtime.ops.bridges import all_gather, is_bridge
 from tests.distributed.sharded_models import COLUMN_ROW, SEQUENCE, ZERO3, Forced, Gpt, R, gpt_batch, place
 
 TWO = Mesh((0, 1), (2,), ("all",))
@@ -59,6 +59,27 @@ def test_a_block_repeats_the_bridges_that_only_it_needs(forced: Forced, kinds: s
     outside = {node.name for node in local.ops if is_bridge(node)}.difference(first, second)
     read = {local.nodes[name].args[0].name for name in outside}  # type: ignore[union-attr]
     assert not any(name.startswith("p_h_") for name in read), "a block's parameters are gathered in it"
+
+
+def test_products_alone_repeat_the_gathers_of_their_parameters() -> None:
+    """ZeRO-3's, each with its one product; without gathers nothing is repeated."""
+    local = sharded(gpt(), ZERO3).graph
+    regions = regions_on_shards(local, blocks(gpt(), GATHERS))
+    products = [node.name for node in gpt().ops if node.target is torch.ops.aten.linear.default]
+    assert [names[-1] for names in regions] == products
+    for *gathers, product in regions:
+        assert gathers
+        assert {local.nodes[name].target for name in gathers} == {all_gather}
+        assert {user.name for name in gathers for user in local.nodes[name].users} == {product}
+    assert regions_on_shards(sharded(gpt(), COLUMN_ROW).graph, blocks(gpt(), GATHERS)) == ()
+
+
+def test_beside_blocks_products_of_other_ops_are_alone() -> None:
+    local = sharded(gpt(), ZERO3).graph
+    regions = regions_on_shards(local, blocks(gpt(), "h.0", GATHERS))
+    alone = regions_on_shards(local, blocks(gpt(), GATHERS))
+    (block,) = regions_on_shards(local, blocks(gpt(), "h.0"))
+    assert set(regions) == {block, *(names for names in alone if names[-1] not in block)}
 
 
 def test_every_region_is_one_call() -> None:

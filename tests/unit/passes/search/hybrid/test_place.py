@@ -12,7 +12,7 @@ from cost_models.cluster import ClusterSpec
 from cost_models.errors import InfeasibleError, TimeLimitError, UsageError
 from cost_models.layout import Partial, Replicate, Shard
 from passes.compile import Compiled, compile_graph
-from passes.graph.blocks import block_of
+from passes.graph.blocks import GATHERS, block_of
 from passes.graph.graph import OpGraph
 from passes.lower.job import Job
 from passes.lower.placed_graph import on_meshes
@@ -159,6 +159,28 @@ def test_zero_and_recompute_are_tried_where_they_are_open_and_memory_is_short(gr
     assert not slightly.recomputed_blocks
     with pytest.raises(InfeasibleError, match="every sharding needs at least"):
         on(needed // 2, f"{fix} zero=0 recompute=none")
+
+
+def test_parameters_are_gathered_again_before_blocks_are_computed_again() -> None:
+    """A small batch: what ZeRO-3 gathers is most of what is kept."""
+    model = nn.Sequential(*(nn.Linear(512, 512) for _ in range(6)))
+    graph = trace(model, torch.randn(2, 512), loss_fn=lambda output, _: output.square().mean())
+    fix, few = "data=2 zero=3 microbatch=4", Job(32)
+
+    def on(memory_bytes: int, fix: str) -> Compiled:
+        device = {"preset": "H100-80GB", "memory": memory_bytes, "memory_reserved": 0}
+        node = {"name": "n", "count": 2, "device": device, "links": "NVLink4"}
+        return compile_graph(
+            graph, ClusterSpec.from_dict({"nodes": [node]}), HybridRequest(few, fix=read_fix(fix))
+        )
+
+    kept, again = (on(2**30, f"{fix} recompute={kind}") for kind in ("none", "gathers"))
+    assert again.outcome.best.candidate.recomputed_blocks == ((GATHERS,),)
+    needed = int(max(again.realized.simulation.peak_bytes))
+    assert needed < max(kept.realized.simulation.peak_bytes)
+    assert kept.realized.simulation.step_seconds < again.realized.simulation.step_seconds
+    assert on(2**30, fix).outcome.best.candidate.recomputed_blocks == ()
+    assert on(needed + 2**12, fix).outcome.best.candidate.recomputed_blocks == ((GATHERS,),)
 
 
 def test_choosing_where_to_recompute_is_never_slower_than_recomputing_everywhere(graph: OpGraph) -> None:
