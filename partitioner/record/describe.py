@@ -344,7 +344,7 @@ def _at_least(tried: MeshTried) -> float:
 
 def _why_not(tried: MeshTried, own_seconds: float) -> str:
     if tried.status == "infeasible":
-        return "does not fit (proved)"
+        return "does not fit by the search's count"
     slower = max(0.0, _at_least(tried) / own_seconds - 1)
     if tried.status == "time limit":
         return "not searched to the end"

@@ -36,9 +36,7 @@ def does_not_fit(graph: OpGraph, setting: Setting, least_bytes: float) -> Infeas
         because.append(
             f"{format_bytes(int(setting.reserved_bytes))} of each device are left for what only simulating a step shows"
         )
-    if setting.again:
-        again = counted(len(setting.again), "block")
-        because.append(f"that is with the activations of {again} computed again in backward")
+    because.append(f"that is counted with {_kept_for_backward(setting)}")
     unequal = {device.memory_bytes for device in devices}
     if len(unequal) > 1:
         because.append(
@@ -60,9 +58,22 @@ def does_not_fit(graph: OpGraph, setting: Setting, least_bytes: float) -> Infeas
     )
 
 
+def _kept_for_backward(setting: Setting) -> str:
+    """Say for which kind of plan the count holds."""
+    if not setting.again:
+        return "activations and gathered parameters kept until backward"
+    if _gathers_alone(setting):
+        return "activations kept until backward, and parameters gathered again"
+    return f"the activations of {counted(len(setting.again), 'block')} computed again in backward"
+
+
+def _gathers_alone(setting: Setting) -> bool:
+    return all(len(names) == 1 for names in setting.again)
+
+
 def _recompute(graph: OpGraph, setting: Setting) -> list[str]:
     """Advise to compute blocks again where there are some, and that was not done."""
-    if setting.again or not block_of(graph):
+    if not _gathers_alone(setting) or not block_of(graph):
         return []
     return ['recompute the activations of blocks in backward (recompute "auto")']
 
