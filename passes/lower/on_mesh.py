@@ -202,8 +202,8 @@ def _segment(
         + seconds[1],
         backward_weight_seconds=max(0.0, segment.cost.backward_weight_seconds - hidden),
         # The largest collective's result, while what it is made of is still there, beside what is computed again.
-        transient_bytes=segment.cost.transient_bytes + gathered_bytes + ahead.repeated_bytes,
-        first_transient_bytes=segment.cost.first_transient_bytes + gathered_bytes + ahead.repeated_bytes,
+        transient_bytes=segment.cost.transient_bytes + gathered_bytes + ahead.backward_bytes,
+        first_transient_bytes=segment.cost.first_transient_bytes + gathered_bytes + ahead.backward_bytes,
     )
     segment = replace(segment, cost=cost, collectives=collectives(found, sharded.mesh, links))
     return segment, found, links, _backward_seconds(costs, cluster, sharded.mesh, units, found, links, own)
@@ -266,11 +266,11 @@ def _hidden_seconds(
 
 @dataclass(frozen=True)
 class _Ahead:
-    """Seconds that are computed while gathers of parameters are under way; bytes of the largest that backward repeats."""
+    """Seconds that are computed while collectives of parameters are under way; the most bytes of those beside backward."""
 
     forward_seconds: float = 0.0
     backward_seconds: float = 0.0
-    repeated_bytes: int = 0
+    backward_bytes: int = 0
 
 
 def _started_ahead(
@@ -283,19 +283,22 @@ def _started_ahead(
     links: Mapping[str, AxisLinks],
     regions: Sequence[Sequence[str]],
 ) -> _Ahead:
-    gathers = {t.node: t for t in found if t.kind == "all_gather" and not t.backward}
+    there, back = ({t.node: t for t in found if t.backward == backward} for backward in (False, True))
     index_of = {name: index for index, name in enumerate(costs.ops)}
     devices = cluster.unlike(mesh.ranks)
     hidden, most = [0.0, 0.0], 0
-    for beside in ops_beside_gathers(graph, regions) if gathers else ():
+    for beside in ops_beside_gathers(graph, regions):
+        sent = [there[name] for name in beside.gathers if name in there]
+        sent += [back[name] for name in beside.sums if name in back]
+        if not sent:
+            continue
         ops = [index_of[name] for name in beside.ops if name in index_of]
         each = [costs.segment_seconds(ops, units, device) for device in devices]
         computing = max(s.backward_input + s.backward_weight if beside.backward else s.forward for s in each)
-        own = [gathers[name] for name in beside.gathers if name in gathers]
-        sending = sum(t.seconds(links[t.axis]) for t in own)
+        sending = sum(t.seconds(links[t.axis]) for t in sent)
         hidden[beside.backward] += float(hidden_seconds(sending, computing, cluster.host_costs.contention))
         if beside.backward:
-            most = max(most, sum(t.whole_bytes for t in own))
+            most = max(most, sum(t.whole_bytes for t in sent))
     return _Ahead(hidden[0], hidden[1], most)
 
 

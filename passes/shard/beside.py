@@ -3,8 +3,8 @@
     h = sum_gradient(x); q = linear(h, wq); k = linear(h, wk)        backward   dh ─┬─ sum of dh ─┬►
                                                                                └─ dwq, dwk ──┘
 
-and gathers of parameters beside the ops in front of them (``runtime.ops.gather_ahead``). Seconds of either and of what runs
-beside it are ``cost_models.communication.hidden_seconds`` less than both in a row.
+and gathers of parameters and sums of their gradients beside the ops around them (``runtime.ops.gather_ahead``). Seconds
+of either and of what runs beside it are ``cost_models.communication.hidden_seconds`` less than both in a row.
 """
 
 from __future__ import annotations
@@ -37,16 +37,22 @@ def layers_beside(graph: OpGraph, regions: Sequence[Sequence[str]]) -> Mapping[s
 
 @dataclass(frozen=True)
 class BesideGathers:
-    """Gathers of parameters that are under way together, and the ops that run until they are waited for."""
+    """Collectives of parameters that are under way together, and the ops that run until they are waited for."""
 
     gathers: tuple[str, ...]
+    """Gathers that run, by name; in backward those that it repeats."""
+    sums: tuple[str, ...]
+    """Gathers whose way back, the sum of a gradient, runs."""
     ops: tuple[str, ...]
     backward: bool
-    """The gathers are repeated, and it is the backward of the ops that runs beside them."""
 
 
 def ops_beside_gathers(graph: OpGraph, regions: Sequence[Sequence[str]]) -> tuple[BesideGathers, ...]:
-    """Name the gathers of parameters that start ahead, step by step, and what runs beside them."""
+    """Name the gathers of parameters that start ahead and their ways back, step by step, and what runs beside them.
+
+    The backward of the ops between two steps runs beside the sums of the later one, and the repeated gathers of the
+    earlier one, if a later one is repeated, too.
+    """
     if len(gather_steps(_gathers(graph.ops), regions)) < 2:
         return ()
     ordered = fx.Graph()
@@ -56,16 +62,13 @@ def ops_beside_gathers(graph: OpGraph, regions: Sequence[Sequence[str]]) -> tupl
         ordered, dict.fromkeys(summing, linears_behind("", None, _nothing)), regions
     )  # as the executor orders them
     steps = gather_steps(_gathers(ordered.nodes), regions)
-    found = [
-        BesideGathers(_names(step), _between(before[-1], step[0], graph), False)
-        for before, step in pairwise(steps)
-    ]
-    again = [step for step, repeated in zip(steps, repeated_steps(steps, regions), strict=True) if repeated]
-    last_of = {name: names[-1] for names in regions for name in names}
-    for before, step in pairwise(again):
-        own, later = (last_of[each[0].name] for each in (before, step))
-        ops = [name for name in _between(before[-1], step[0], graph) if name != own]
-        found.append(BesideGathers(_names(before), (*ops, later), True))
+    repeated = repeated_steps(steps, regions)
+    found = []
+    for number, (before, step) in enumerate(pairwise(steps)):
+        ops = _between(before[-1], step[0], graph)
+        again = _names(before) if repeated[number] and any(repeated[number + 1 :]) else ()
+        found.append(BesideGathers(_names(step), (), ops, backward=False))
+        found.append(BesideGathers(again, _names(step), ops, backward=True))
     return tuple(found)
 
 

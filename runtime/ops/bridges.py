@@ -20,7 +20,7 @@ work on fake tensors only: they tell shapes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import partial as given
 from typing import Any
 
@@ -31,7 +31,7 @@ from torch._subclasses import FakeTensor
 from cost_models.errors import InternalError
 from runtime.mesh.axis import Axis
 from runtime.ops.fused_linear import Regions, fuse, linears_behind
-from runtime.ops.gather_ahead import GatherStep, gather_steps, start_ahead
+from runtime.ops.gather_ahead import Start, gather_steps, start_ahead
 from runtime.ops.local import run_local, with_axes
 from runtime.ops.products import PRODUCTS, multiplies
 
@@ -173,8 +173,8 @@ def bind(
 ) -> fx.GraphModule:
     """Return a copy of ``module`` whose bridges and local ops run on ``axes``. Nodes keep their names.
 
-    ``fused``: sums in backward travel while linear layers compute (``runtime.ops.fused_linear``), parameters are gathered
-    while the ops before compute (``runtime.ops.gather_ahead``).
+    ``fused``: sums in backward travel while linear layers compute (``runtime.ops.fused_linear``), parameters are gathered,
+    and their gradients summed, while other ops compute (``runtime.ops.gather_ahead``).
     ``regions``: nodes that backward computes again, by block.
     """
     graph = fx.Graph()
@@ -207,28 +207,18 @@ def _with_linears(bridge: fx.Node, axis: Axis) -> Callable[..., Any]:
     return linears_behind("all_gather", given(axis.gather, dim=dim), given(axis.start_sum_of_parts, dim=dim))
 
 
-def _in_two(
-    axes: Mapping[str, Axis], step: Sequence[fx.Node]
-) -> tuple[Callable[..., GatherStep], list[Callable[..., Tensor]]]:
-    """Make a function that starts the gathers of ``step`` and one that waits for each; backward is the bridge's."""
-    dims: list[Any] = [node.args[1] for node in step]
-    starts = [
-        given(axes[str(node.kwargs["axis"])].start_whole, dim=dim)
-        for node, dim in zip(step, dims, strict=True)
-    ]
+def _in_two(axes: Mapping[str, Axis], gather: fx.Node) -> tuple[Start, Start]:
+    """Make a function that starts ``gather``, of a part, and one that starts its way back, of the whole's gradient."""
+    axis: Axis = axes[str(gather.kwargs["axis"])]
+    dim: Any = gather.args[1]
+    if gather.kwargs.get("partial"):
+        return given(axis.start_whole, dim=dim), given(axis.start_sum_of_parts, dim=dim)
 
-    def start_gathers(before: GatherStep | None, *parts: Tensor) -> GatherStep:
-        return GatherStep(before, starts, parts)
+    def start_part(gradient: Tensor) -> Callable[[], Tensor]:
+        part = axis.part(gradient, dim=dim)
+        return lambda: part
 
-    def waiting(number: int, back: Way | None) -> Callable[..., Tensor]:
-        def wait_for_gather(x: Tensor, step: GatherStep) -> Tensor:
-            result: Tensor = _BridgeFunction.apply(x, lambda _: step.wait(number), back)  # type: ignore[no-untyped-call]
-            return result
-
-        return wait_for_gather
-
-    backs = [_ways(node, axes[str(node.kwargs["axis"])])[1] for node in step]
-    return start_gathers, [waiting(number, back) for number, back in enumerate(backs)]
+    return given(axis.start_whole, dim=dim), start_part
 
 
 def axes_of(graph: fx.Graph) -> tuple[str, ...]:

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable
 
 import pytest
 import torch
 from torch import Tensor, fx
 
 from runtime.ops import bridges
-from runtime.ops.gather_ahead import GatherStep, Split, gather_steps, start_ahead
+from runtime.ops.gather_ahead import Start, Ways, gather_steps, start_ahead
 from runtime.segment.recompute import checkpointed, marked
 from tests.support.alive import AliveBytes
 
@@ -38,44 +37,33 @@ def gathers_of(graph: fx.Graph) -> list[fx.Node]:
     return graph.find_nodes(op="call_function", target=bridges.all_gather)
 
 
-def doubled(happened: list[str]) -> Split:
-    """As gathers of two equal parts."""
+def doubled(happened: list[str]) -> Ways:
+    """As gathers of two equal parts, by two ranks that compute the same."""
 
-    def split(step: Sequence[fx.Node]) -> tuple[Callable[..., Any], Sequence[Callable[..., Any]]]:
-        names = [str(node.args[0]) for node in step]
+    def ways(gather: fx.Node) -> tuple[Start, Start]:
+        name = str(gather.args[0])
 
-        def starting(name: str) -> Callable[[Tensor], Callable[[], Tensor]]:
-            def start(x: Tensor) -> Callable[[], Tensor]:
-                happened.append(f"start {name}")
-                return lambda: torch.cat([x, x])
+        def start(x: Tensor) -> Callable[[], Tensor]:
+            happened.append(f"start {name}")
 
-            return start
-
-        def begin(before: GatherStep | None, *parts: Tensor) -> GatherStep:
-            return GatherStep(before, [starting(name) for name in names], parts)
-
-        def waiting(number: int) -> Callable[[Tensor, GatherStep], Tensor]:
-            def wait(x: Tensor, step: GatherStep) -> Tensor:
-                happened.append(f"wait {names[number]}")
-                return Whole.apply(x, step.wait(number))  # type: ignore[no-any-return, no-untyped-call]
+            def wait() -> Tensor:
+                happened.append(f"wait {name}")
+                return torch.cat([x, x])
 
             return wait
 
-        return begin, [waiting(number) for number in range(len(step))]
+        def start_sum(gradient: Tensor) -> Callable[[], Tensor]:
+            happened.append(f"start d{name}")
 
-    return split
+            def wait() -> Tensor:
+                happened.append(f"wait d{name}")
+                return gradient[: gradient.shape[0] // 2] * 2
 
+            return wait
 
-class Whole(torch.autograd.Function):
-    """As the gather of ``x``, which is there already."""
+        return start, start_sum
 
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, whole: Tensor) -> Tensor:
-        return whole
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        return gradients[0][: gradients[0].shape[0] // 2] * 2, None
+    return ways
 
 
 def test_each_step_starts_behind_the_one_before() -> None:
@@ -121,8 +109,12 @@ def test_backward_starts_a_step_again_when_it_has_the_one_behind(frozen: int | N
     assert happened == ["start w0", "start w1", "wait w0", "start w2", "wait w1", "wait w2"]
     happened.clear()
     y.sum().backward()
-    before = ["start w0", "wait w0"] if frozen is None else ["wait w0", "start w0"]
-    assert happened == ["wait w2", "start w2", "start w1", "wait w1", *before]
+    last = ["start w2", "wait w2", "start w1", "start dw2", "wait w1"]
+    if frozen is None:
+        others = ["start w0", "start dw1", "wait dw2", "wait w0", "start dw0", "wait dw1", "wait dw0"]
+    else:
+        others = ["start dw1", "wait dw2", "start w0", "wait w0", "wait dw1"]
+    assert happened == [*last, *others]
     assert w[2].grad is not None
     torch.testing.assert_close(w[2].grad, torch.full((2,), 12.0))
 
