@@ -27,7 +27,7 @@ from cost_models.cluster_checks import cluster_problems
 from cost_models.cluster_diagnosis import cluster_error
 from cost_models.cluster_fields import Section, Text, did_you_mean, expected, problems_error, short_form
 from cost_models.cluster_file import Document, read_document
-from cost_models.cluster_schema import DeviceSpec, HostSpec, NetworkSpec, NodeSpec
+from cost_models.cluster_schema import GPU_CONTENTION, DeviceSpec, HostSpec, NetworkSpec, NodeSpec
 from cost_models.devices import DEFAULT_EFFICIENCY, Device, DeviceKind, Rates
 from cost_models.errors import ClusterError
 from cost_models.links import Link, Path
@@ -205,6 +205,13 @@ class ClusterSpec(Section):
 
     def __hash__(self) -> int:
         return self._hash
+
+    @cached_property
+    def contention(self) -> float:
+        """Factor by which a rank's computes slow down while a transfer of that rank is under way."""
+        if self.host_costs.contention is not None:
+            return self.host_costs.contention
+        return GPU_CONTENTION if any(device.kind == "cuda" for device in self.devices) else 1.0
 
     @cached_property
     def _hash(self) -> int:

@@ -291,11 +291,17 @@ def _pair_problems(links: NodeLinks, count: int) -> Iterable[Problem]:
             )
 
 
+GPU_CONTENTION = 1.35
+"""Factor by which GPUs compute slower beside a collective, whose kernels take multiprocessors and memory bandwidth:
+products "30-40% slower" on 8 H100 (pytorch's pull request 179937); whole steps 18.9% on average (arXiv 2507.03114)."""
+
+
 class HostSpec(Section):
     """``host_costs``: what a step costs beside arithmetic and bytes. Measured by a calibration; nothing by default."""
 
-    contention: float = Field(default=1.0, ge=1.0, le=100.0, allow_inf_nan=False)
-    """Factor by which a rank's computes slow down while a transfer of that rank is under way."""
+    contention: float | None = Field(default=None, ge=1.0, le=100.0, allow_inf_nan=False)
+    """Factor by which a rank's computes slow down while a transfer of that rank is under way; by default ``GPU_CONTENTION``
+    for GPUs and 1 for others."""
     compute_overhead: Seconds = 0.0
     """Time per forward or backward of a segment: looking up tensors, starting autograd."""
     send_overhead: Seconds = 0.0

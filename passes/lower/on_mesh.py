@@ -260,7 +260,7 @@ def _hidden_seconds(
             layers = [index_of[name] for name in beside[item.node]]
             computing = max(costs.weight_gradient_seconds(layers, units, device) for device in devices)
             sending = item.seconds(links[item.axis])
-            total += float(hidden_seconds(sending, computing, cluster.host_costs.contention))
+            total += float(hidden_seconds(sending, computing, cluster.contention))
     return total
 
 
@@ -296,7 +296,7 @@ def _started_ahead(
         each = [costs.segment_seconds(ops, units, device) for device in devices]
         computing = max(s.backward_input + s.backward_weight if beside.backward else s.forward for s in each)
         sending = sum(t.seconds(links[t.axis]) for t in sent)
-        hidden[beside.backward] += float(hidden_seconds(sending, computing, cluster.host_costs.contention))
+        hidden[beside.backward] += float(hidden_seconds(sending, computing, cluster.contention))
         if beside.backward:
             most = max(most, sum(t.whole_bytes for t in sent))
     return _Ahead(hidden[0], hidden[1], most)

@@ -102,7 +102,7 @@ def simulate_step(
     simulation = simulate_groups(
         programs,
         links=cluster,
-        contention=host.contention,
+        contention=cluster.contention,
         overheads=Overheads(host.compute_overhead, host.send_overhead, host.receive_overhead),
         state_bytes=step.state_bytes,
         microbatch_scale=[size / sizes[0] for size in sizes],

@@ -142,7 +142,7 @@ def build_problem(
     samples = setting.job.batch_size // microbatches
     symbols = {**space.graph.example_sizes, space.graph.batch.batch_symbol: samples}
     bridges = bridges or Bridges(mesh.shape, setting.links(mesh))
-    contention = setting.cluster.host_costs.contention
+    contention = setting.cluster.contention
     empty = FeatureProblem(
         space,
         mesh,

@@ -7,8 +7,11 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from cost_models.compute import (
+    OPTIMIZER_PASSES,
     PhaseSeconds,
     additive_seconds,
     kernel_seconds,
@@ -97,3 +100,42 @@ def test_the_optimizer_is_bound_by_memory():
     cast = StateBytes(parameters=1_000, gradients=800, optimizer_state=1_600, trained=800, cast=500)
     assert optimizer_seconds(cast, StandIn()) == pytest.approx((3 * 800 + 2 * 1_600 + 500) / 1e9)
     assert optimizer_seconds(StateBytes(parameters=1_000), StandIn()) == 0  # nothing trained, nothing moved
+    seconds = [optimizer_seconds(adam, StandIn(kind), "adamw") for kind in ("cuda", "cpu")]
+    assert seconds == pytest.approx([20 * 800 / 1e9, 7 * 800 / 1e9])
+
+
+class Counted(TorchDispatchMode):
+    """Counts the tensors of full size that kernels read and write, each operand and result once."""
+
+    passes = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        operands = [t for t in tree_leaves((args, kwargs or {})) if isinstance(t, torch.Tensor) and t.dim()]
+        made = [t for t in tree_leaves(result) if isinstance(t, torch.Tensor) and t.dim()]
+        written = len(made) or sum(
+            1 for a in func._schema.arguments if a.alias_info is not None and a.alias_info.is_write
+        )
+        if operands:
+            self.passes += len({t.data_ptr() for t in operands}) + written
+        return result
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "options"),
+    [
+        ("sgd", torch.optim.SGD, {}),
+        ("momentum", torch.optim.SGD, {"momentum": 0.9}),
+        ("adam", torch.optim.Adam, {}),
+        ("adamw", torch.optim.AdamW, {}),
+        ("amsgrad", torch.optim.Adam, {"amsgrad": True}),
+    ],
+)
+def test_passes_are_those_of_the_optimizers_kernels(name, kind, options):
+    parameter = torch.nn.Parameter(torch.randn(8))
+    optimizer = kind([parameter], foreach=True, **options)
+    for step in range(2):
+        parameter.grad = torch.randn(8)
+        with Counted() as counted:
+            optimizer.step()
+        assert step == 0 or counted.passes == OPTIMIZER_PASSES[name]
