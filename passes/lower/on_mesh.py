@@ -9,12 +9,13 @@ beside weight gradients where the executor does it (``passes.shard.beside``).
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from cost_models.cluster import ClusterSpec
 from cost_models.communication import hidden_seconds
 from cost_models.conversion import AxisLinks, group_links, local_share
+from cost_models.devices import Device
 from cost_models.layout import Mesh, Replicate
 from cost_models.memory import OPTIMIZERS, StateBytes, state_bytes
 from passes.costs.costs import GraphCosts, cost_graph
@@ -287,19 +288,30 @@ def _started_ahead(
     index_of = {name: index for index, name in enumerate(costs.ops)}
     devices = cluster.unlike(mesh.ranks)
     hidden, most = [0.0, 0.0], 0
+    again = {index_of[name] for name in _computed_again(costs, regions, deferring=False)}
     for beside in ops_beside_gathers(graph, regions):
         sent = [there[name] for name in beside.gathers if name in there]
         sent += [back[name] for name in beside.sums if name in back]
         if not sent:
             continue
         ops = [index_of[name] for name in beside.ops if name in index_of]
-        each = [costs.segment_seconds(ops, units, device) for device in devices]
-        computing = max(s.backward_input + s.backward_weight if beside.backward else s.forward for s in each)
+        computing = max(_computing(costs, ops, again, units, device, beside.backward) for device in devices)
         sending = sum(t.seconds(links[t.axis]) for t in sent)
         hidden[beside.backward] += float(hidden_seconds(sending, computing, cluster.contention))
         if beside.backward:
             most = max(most, sum(t.whole_bytes for t in sent))
     return _Ahead(hidden[0], hidden[1], most)
+
+
+def _computing(
+    costs: GraphCosts, ops: Sequence[int], again: Collection[int], units: int, device: Device, backward: bool
+) -> float:
+    """Return the seconds of ``ops`` forward or backward; in backward with those of them that run ``again``."""
+    own = costs.segment_seconds(ops, units, device)
+    if not backward:
+        return own.forward
+    second = costs.segment_seconds([op for op in ops if op in again], units, device)
+    return own.backward_input + own.backward_weight + second.forward
 
 
 def _computed_again(costs: GraphCosts, regions: Sequence[Sequence[str]], deferring: bool) -> set[str]:

@@ -18,7 +18,7 @@ from torch import Tensor, fx
 from passes.graph.graph import OpGraph
 from runtime.ops.bridges import all_gather, is_bridge, sums_gradient
 from runtime.ops.fused_linear import fuse, layers_run_with, linears_behind
-from runtime.ops.gather_ahead import gather_steps, repeated_steps
+from runtime.ops.gather_ahead import gather_steps
 
 
 def layers_beside(graph: OpGraph, regions: Sequence[Sequence[str]]) -> Mapping[str, tuple[str, ...]]:
@@ -62,20 +62,21 @@ def ops_beside_gathers(graph: OpGraph, regions: Sequence[Sequence[str]]) -> tupl
         ordered, dict.fromkeys(summing, linears_behind("", None, _nothing)), regions
     )  # as the executor orders them
     steps = gather_steps(_gathers(ordered.nodes), regions)
-    repeated = repeated_steps(steps, regions)
     found = []
     for number, (before, step) in enumerate(pairwise(steps)):
-        ops = _between(before[-1], step[0], graph)
-        again = _names(before) if repeated[number] and any(repeated[number + 1 :]) else ()
-        found.append(BesideGathers(_names(step), (), ops, backward=False))
-        found.append(BesideGathers(again, _names(step), ops, backward=True))
+        ops = _between(before.begin, step.gathers[0], graph)
+        again = bool(before.block) and any(later.block for later in steps[number + 1 :])
+        found.append(BesideGathers(_names(step.gathers), (), ops, backward=False))
+        found.append(
+            BesideGathers(_names(before.gathers) if again else (), _names(step.gathers), ops, backward=True)
+        )
     return tuple(found)
 
 
-def _between(before: fx.Node, behind: fx.Node, graph: OpGraph) -> tuple[str, ...]:
-    """Name the ops of ``graph`` that run after one node and before another."""
-    found, node = [], before.next
-    while node is not behind:
+def _between(begin: fx.Node, end: fx.Node, graph: OpGraph) -> tuple[str, ...]:
+    """Name the ops of ``graph`` from one node up to another."""
+    found, node = [], begin
+    while node is not end:
         found.append(node.name)
         node = node.next
     return tuple(name for name in found if name in graph.nodes)

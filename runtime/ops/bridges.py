@@ -183,7 +183,7 @@ def bind(
         summing = [node for node in graph.nodes if is_bridge(node) and sums_gradient(node)]
         fuse(graph, {node: _with_linears(node, axes[node.kwargs["axis"]]) for node in summing}, regions)
         gathers = [node for node in graph.nodes if is_bridge(node) and node.target is all_gather]
-        start_ahead(graph, gather_steps(gathers, regions), given(_in_two, axes), regions)
+        start_ahead(graph, gather_steps(gathers, regions), given(_in_two, axes))
     for node in graph.nodes:
         if is_bridge(node):
             node.target = bridge_function(node, axes[node.kwargs["axis"]])

@@ -10,17 +10,19 @@ graph and starts the same gathers in the same order, inside of the segment's com
 Backward goes the other way: at ``wait`` the reduce-scatter of w2's gradient starts, the backward of y1 = linear(x, w1) runs
 beside it, and at ``later`` the sum is waited for and handed on to p2. (Autograd runs what was made last first.)
 
-Not in blocks that backward computes again: there a forward may stop before it has waited for all that it started. But where
-a block is one op with its gathers (``passes.graph.blocks.GATHERS``), forward starts them outside of it, and backward, which
-goes through the steps in reverse, starts a step's again when it has those of the step behind it:
+In blocks that backward computes again a step is all gathers of a block. Forward starts them outside, in front of the block
+before; backward, which goes through the blocks in reverse, starts a block's again when it begins with the one behind it:
 
     forward    s2 = start(p2)   y1 = block(q1, s1, x)   s3 = start(p3)   y2 = block(q2, s2, y1)
-    backward   w2 again, start(p1) again, backward of y2 = linear(y1, w2), w1 again, backward of y1 = linear(x, w1)
+    backward   y2's block again (waits for w2; start(p1) again), its backward, y1's block again (waits for w1), …
+
+A block may be one op with its gathers (``passes.graph.blocks.GATHERS``): then these alone are repeated.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -49,6 +51,7 @@ class GatherStep:
 
     def _start(self) -> None:
         self._under_way = [there(part) for (there, _), part in zip(self._ways, self._parts, strict=True)]
+        self._begun = False
 
     def start_again(self) -> None:
         """Start all gathers for backward, unless they are under way, or backward may do without them."""
@@ -57,15 +60,16 @@ class GatherStep:
             self._start()
 
     def wait(self, number: int) -> Tensor:
-        """Wait for one gather. The second time it is gathered anew, and the step before is started after a step's last."""
+        """Wait for one gather. The second time all are gathered anew, and behind the first those of the step before."""
         if not any(self._under_way):
             self._again = True
             self._start()
         there, self._under_way[number] = self._under_way[number], None
         assert there is not None, "a gather of a step is waited for once before all are repeated"
         whole = there()
-        if self._again and self._before is not None and not any(self._under_way):
+        if self._again and not self._begun and self._before is not None:
             self._before.start_again()
+        self._begun = True
         return whole
 
     def start_sum(self, number: int, gradient: Tensor) -> Tensor:
@@ -118,57 +122,73 @@ def wait_for_gather(part: Tensor, step: GatherStep, number: int) -> Tensor:
     return result
 
 
-def gather_steps(gathers: Sequence[fx.Node], regions: Regions = ()) -> list[list[fx.Node]]:
-    """Group ``gathers`` of a graph, in its order, that are of parameters and follow each other with no op between.
+@dataclass(frozen=True)
+class Step:
+    """Gathers that are under way together. ``block``: names of the ops of the block that they are of; empty outside."""
 
-    Gathers of one of ``regions``, which hold nothing but gathers and one op, are a step of their own.
-    """
-    bridges = {node.name for node in gathers}
-    region_of = {name: number for number, names in enumerate(regions) for name in names}
-    alone = [bridges.issuperset(names[:-1]) and names[-1] not in bridges for names in regions]
-    inside = {name for names, one_op in zip(regions, alone, strict=True) if not one_op for name in names}
-    steps: list[list[fx.Node]] = []
+    gathers: tuple[fx.Node, ...]
+    block: frozenset[str]
+
+    @property
+    def begin(self) -> fx.Node:
+        """The node in front of which the next step's gathers start: the block's first, or the one behind the gathers."""
+        if not self.block:
+            return self.gathers[-1].next
+        nodes: Iterable[fx.Node] = self.gathers[0].graph.nodes
+        return next(node for node in nodes if node.name in self.block)
+
+
+def gather_steps(gathers: Sequence[fx.Node], regions: Regions = ()) -> list[Step]:
+    """Group ``gathers`` of a graph, in its order, that are of parameters: those of a block, or with no op between them."""
+    block_of = {name: frozenset(names) for names in regions for name in names}
+    steps: list[Step] = []
+    step_of: dict[frozenset[str], int] = {}
     for node in gathers:
         source = node.args[0]
-        if not isinstance(source, fx.Node) or source.op != "placeholder" or node.name in inside:
+        if not isinstance(source, fx.Node) or source.op != "placeholder":
             continue
-        last = steps[-1][-1] if steps else None
-        if node.prev is last and region_of.get(node.name) == region_of.get(last.name):
-            steps[-1].append(node)
-        else:
-            steps.append([node])
+        block = block_of.get(node.name, frozenset())
+        if not block and steps and not steps[-1].block and node.prev is steps[-1].gathers[-1]:
+            step_of[block] = len(steps) - 1
+        elif not block or block not in step_of:
+            step_of[block] = len(steps)
+            steps.append(Step((), block))
+        at = step_of[block]
+        steps[at] = Step((*steps[at].gathers, node), block)
     return steps
 
 
-def repeated_steps(steps: Sequence[Sequence[fx.Node]], regions: Regions) -> list[bool]:
-    """Tell of each step whether its gathers are of a region, and so repeated in backward."""
-    inside = {name for names in regions for name in names}
-    return [step[0].name in inside for step in steps]
-
-
-def start_ahead(
-    graph: fx.Graph, steps: Sequence[Sequence[fx.Node]], ways: Ways, regions: Regions = ()
-) -> None:
-    """Start the gathers of each step behind the step before. In place; what waits has the gather's name."""
-    behind: fx.Node | None = None
+def start_ahead(graph: fx.Graph, steps: Sequence[Step], ways: Ways) -> None:
+    """Start the gathers of each step in front of the step before. In place; what waits has the gather's name."""
+    last: Step | None = None
+    last_begun: fx.Node | None = None
     before: fx.Node | None = None
-    for step, repeated in zip(steps, repeated_steps(steps, regions), strict=True):
-        if behind is None and not repeated:
-            behind = step[-1]  # nothing runs beside it
+    for step in steps:
+        if last is None and not step.block:
+            last = step  # nothing runs beside it
             continue
-        start = _starting([ways(node) for node in step])
-        parts = [node.args[0] for node in step]
-        with graph.inserting_before(step[0] if behind is None else behind.next):
-            begun = graph.call_function(start, (before if repeated else None, *parts))
+        start = _starting([ways(node) for node in step.gathers])
+        parts = [node.args[0] for node in step.gathers]
+        with graph.inserting_before(step.gathers[0] if last is None else _behind(last.begin, last_begun)):
+            begun = graph.call_function(start, (before if step.block else None, *parts))
             later_parts = [graph.call_function(later, (part, begun, n)) for n, part in enumerate(parts)]
-        before = begun if repeated else before
-        for number, (node, part) in enumerate(zip(step, later_parts, strict=True)):
+        last_begun, before = later_parts[-1], begun if step.block else before
+        waiting = []
+        for number, (node, part) in enumerate(zip(step.gathers, later_parts, strict=True)):
             with graph.inserting_before(node):
                 gathered = graph.call_function(wait_for_gather, (part, begun, number))
             node.replace_all_uses_with(gathered)
             graph.erase_node(node)
             gathered.name = node.name
-            behind = gathered
+            waiting.append(gathered)
+        last = Step(tuple(waiting), step.block)
+
+
+def _behind(place: fx.Node, other: fx.Node | None) -> fx.Node:
+    """Return ``place``, or the node behind ``other`` if that is later in the graph."""
+    nodes: Iterable[fx.Node] = place.graph.nodes
+    first = next(node for node in nodes if node is place or node is other)
+    return place if other is None or first is other else other.next
 
 
 def _starting(ways: Sequence[tuple[Start, Start]]) -> Callable[..., GatherStep]:

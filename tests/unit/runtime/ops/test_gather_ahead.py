@@ -70,7 +70,7 @@ def test_each_step_starts_behind_the_one_before() -> None:
     graph = graph_of((1, 2, 1))
     names = [node.name for node in graph.nodes]
     steps = gather_steps(gathers_of(graph))
-    assert [len(step) for step in steps] == [1, 2, 1]
+    assert [len(step.gathers) for step in steps] == [1, 2, 1]
     happened: list[str] = []
     start_ahead(graph, steps, doubled(happened))
     graph.lint()
@@ -83,12 +83,33 @@ def test_each_step_starts_behind_the_one_before() -> None:
     assert happened == ["start w1", "start w2", "wait w1", "wait w2", "start w3", "wait w3"]
 
 
-@pytest.mark.parametrize("inside", [0, 1])
-def test_blocks_that_are_computed_again_gather_as_before(inside: int) -> None:
-    graph = graph_of((1, 1, 1))
-    own = gathers_of(graph)
-    steps = gather_steps(own, [[own[inside].name]])
-    assert [own[inside] in step for step in steps] == [False, False]
+def test_gathers_of_a_block_are_one_step_in_front_of_the_block_before() -> None:
+    """Two blocks of two layers; the second forward of each stops at its last product, as in backward it may."""
+    graph = graph_of((1, 1, 1, 1))
+    gathers = gathers_of(graph)
+    layers = [(gather.name, next(iter(gather.users)).name) for gather in gathers]
+    blocks = [(*layers[0], *layers[1]), (*layers[2], *layers[3])]
+    happened: list[str] = []
+    steps = gather_steps(gathers, blocks)
+    assert [len(step.gathers) for step in steps] == [2, 2]
+    start_ahead(graph, steps, doubled(happened))
+    again = checkpointed(marked(fx.GraphModule(torch.nn.Module(), graph), blocks), random=False)
+    x, *w = (torch.full((size,), float(i + 1), requires_grad=True) for i, size in enumerate((4, 2, 2, 2, 2)))
+    (y,) = again(x, *w)
+    torch.testing.assert_close(y, torch.full((4,), 120.0))
+    begun = ["start w0", "start w1", "start w2", "start w3"]
+    assert happened == [*begun, "wait w0", "wait w1", "wait w2", "wait w3"]
+    happened.clear()
+    y.sum().backward()
+    assert happened[:4] == ["start w2", "start w3", "wait w2", "start w0"], "when the last block begins again"
+    assert happened.index("start w1") < happened.index("start dw3") < happened.index("wait w0")
+    sums = [event for event in happened if " d" in event]
+    first = ["start dw3", "start dw2", "start dw1", "start dw0"]
+    assert sums[:4] == first, "those of a block are waited for behind the block before it"
+    assert sorted(sums[4:]) == ["wait dw0", "wait dw1", "wait dw2", "wait dw3"]
+    for i, part in enumerate(w):
+        assert part.grad is not None
+        torch.testing.assert_close(part.grad, torch.full((2,), 2 * 2 * 120.0 / 2 / (i + 2)))
 
 
 @pytest.mark.parametrize("frozen", [None, 1])
@@ -98,8 +119,8 @@ def test_backward_starts_a_step_again_when_it_has_the_one_behind(frozen: int | N
     blocks = [(node.name, next(iter(node.users)).name) for node in gathers_of(graph)]
     happened: list[str] = []
     steps = gather_steps(gathers_of(graph), blocks)
-    assert [len(step) for step in steps] == [1, 1, 1]
-    start_ahead(graph, steps, doubled(happened), blocks)
+    assert [len(step.gathers) for step in steps] == [1, 1, 1]
+    start_ahead(graph, steps, doubled(happened))
     again = checkpointed(marked(fx.GraphModule(torch.nn.Module(), graph), blocks), random=False)
     x, *w = (
         torch.full((size,), float(i + 1), requires_grad=i != frozen) for i, size in enumerate((4, 2, 2, 2))
@@ -134,7 +155,7 @@ def test_what_is_repeated_is_not_kept(repeated: bool) -> None:
     graph.output((y,))
     regions = blocks if repeated else []
     first = gathers_of(graph)[0]
-    start_ahead(graph, gather_steps(gathers_of(graph), regions), doubled([]), regions)
+    start_ahead(graph, gather_steps(gathers_of(graph), regions), doubled([]))
     if not repeated:
         first.target = lambda x, *_, **__: torch.cat([x, x])
     module = checkpointed(marked(fx.GraphModule(torch.nn.Module(), graph), regions), random=False)
@@ -150,3 +171,17 @@ def test_what_is_repeated_is_not_kept(repeated: bool) -> None:
         result.sum().backward()
     assert kept // size == (0 if repeated else layers)
     assert (alive.peak_bytes - before) // size <= (layers if repeated else 2 * layers)
+
+
+def test_a_gather_that_follows_those_of_a_block_is_none_of_them() -> None:
+    graph = graph_of((2, 1, 1))
+    gathers = gathers_of(graph)
+    block = (gathers[0].name, next(iter(gathers[0].users)).name)
+    steps = gather_steps(gathers, [block, (gathers[3].name,)])
+    assert [[str(gather.args[0]) for gather in step.gathers] for step in steps] == [
+        ["w0"],
+        ["w1"],
+        ["w2"],
+        ["w3"],
+    ]
+    assert [bool(step.block) for step in steps] == [True, False, False, True]
