@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from benchmarks.prediction_rank import close, prepare, step
 from partitioner.verify.rank import VerificationTask
+from passes.shard.beside import Ahead
 from runtime.ops.bridges import bind
 
 WITH = 0
@@ -41,8 +42,8 @@ def _no_layers(*_: Any) -> dict[str, tuple[str, ...]]:
     return {}
 
 
-def _no_gathers(*_: Any) -> tuple[()]:
-    return ()
+def _no_gathers(*_: Any) -> Ahead:
+    return Ahead()
 
 
 def _no_sums(*_: Any) -> tuple[int, list[int]]:
@@ -56,7 +57,7 @@ WITHOUT: dict[str, tuple[tuple[str, Callable[..., Any]], ...]] = {
     ),
     "gathers": (
         ("runtime.ops.bridges.start_ahead", _nothing),
-        ("passes.lower.on_mesh.ops_beside_gathers", _no_gathers),
+        ("passes.lower.on_mesh.gathers_ahead", _no_gathers),
     ),
     "replica sums": (
         ("runtime.execute.bind.overlap", _nothing),

@@ -181,7 +181,8 @@ def cluster_of(run: Run, setting: Setting) -> ClusterSpec:
     device, machine = CARDS[run.gpu]
     card = {"preset": device} | ({"stack": setting.stack} if setting.stack else {})
     node = {"preset": machine, "count": PER_MACHINE, "device": card} if run.gpus > 1 else {"device": card}
-    nodes: dict[str, object] = {"nodes": [node] * -(-run.gpus // PER_MACHINE)}
+    machines = -(-run.gpus // PER_MACHINE)
+    nodes: dict[str, object] = {"nodes": [{**node, "name": f"machine{i}"} for i in range(machines)]}
     if run.gpus > PER_MACHINE:
         nodes["network"] = MACHINE_NETWORKS[machine]
     cluster = ClusterSpec.model_validate(nodes)

@@ -25,7 +25,7 @@ from passes.graph.leaves import leaf_bytes
 from passes.lower.job import Job
 from passes.lower.segment import on_mesh
 from passes.lower.summarize import gradient_bytes, segment_graph
-from passes.shard.beside import layers_beside, ops_beside_gathers
+from passes.shard.beside import Ahead, gathers_ahead, layers_beside
 from passes.shard.regions import regions_on_shards
 from passes.shard.shard import ShardedGraph
 from passes.shard.state import (
@@ -36,7 +36,7 @@ from passes.shard.state import (
     shardings,
     update_gathers,
 )
-from passes.shard.traffic import Traffic, collectives, repeated, traffic
+from passes.shard.traffic import Traffic, collectives, repeated, together, traffic
 from passes.shard.words import FeaturePlacement
 from runtime.mesh.ranks_along import JOINT, all_ranks_along
 from runtime.ops.bridges import is_bridge
@@ -181,7 +181,8 @@ def _segment(
     own = regions_on_shards(graph, regions)
     alone = replace(on_mesh(graph, sharded.mesh), regions=(own,) if own else ())
     (segment,) = segment_graph(graph, costs, alone, cluster, units, deferring=deferring).segments
-    found = once = traffic(sharded, microbatch_size)
+    parameters = Ahead() if deferring else gathers_ahead(graph, own)
+    found = once = together(traffic(sharded, microbatch_size), parameters.steps)
     if segment.has_backward:
         found += repeated(found, _computed_again(costs, own, deferring))
     links = {
@@ -192,9 +193,7 @@ def _segment(
     hidden = (
         0.0 if deferring else _hidden_seconds(graph, costs, cluster, sharded.mesh, units, once, links, own)
     )
-    ahead = _Ahead()
-    if not deferring:
-        ahead = _started_ahead(graph, costs, cluster, sharded.mesh, units, once, links, own)
+    ahead = _hidden_ahead(parameters, costs, cluster, sharded.mesh, units, once, links, own)
     gathered_bytes = max((item.whole_bytes for item in found), default=0)
     cost = replace(
         segment.cost,
@@ -266,7 +265,7 @@ def _hidden_seconds(
 
 
 @dataclass(frozen=True)
-class _Ahead:
+class _HiddenAhead:
     """Seconds that are computed while collectives of parameters are under way; the most bytes of those beside backward."""
 
     forward_seconds: float = 0.0
@@ -274,8 +273,8 @@ class _Ahead:
     backward_bytes: int = 0
 
 
-def _started_ahead(
-    graph: OpGraph,
+def _hidden_ahead(
+    parameters: Ahead,
     costs: GraphCosts,
     cluster: ClusterSpec,
     mesh: Mesh,
@@ -283,13 +282,13 @@ def _started_ahead(
     found: Sequence[Traffic],
     links: Mapping[str, AxisLinks],
     regions: Sequence[Sequence[str]],
-) -> _Ahead:
+) -> _HiddenAhead:
     there, back = ({t.node: t for t in found if t.backward == backward} for backward in (False, True))
     index_of = {name: index for index, name in enumerate(costs.ops)}
     devices = cluster.unlike(mesh.ranks)
     hidden, most = [0.0, 0.0], 0
     again = {index_of[name] for name in _computed_again(costs, regions, deferring=False)}
-    for beside in ops_beside_gathers(graph, regions):
+    for beside in parameters.beside:
         sent = [there[name] for name in beside.gathers if name in there]
         sent += [back[name] for name in beside.sums if name in back]
         if not sent:
@@ -300,7 +299,7 @@ def _started_ahead(
         hidden[beside.backward] += float(hidden_seconds(sending, computing, cluster.contention))
         if beside.backward:
             most = max(most, sum(t.whole_bytes for t in sent))
-    return _Ahead(hidden[0], hidden[1], most)
+    return _HiddenAhead(hidden[0], hidden[1], most)
 
 
 def _computing(

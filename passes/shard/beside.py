@@ -47,14 +47,22 @@ class BesideGathers:
     backward: bool
 
 
-def ops_beside_gathers(graph: OpGraph, regions: Sequence[Sequence[str]]) -> tuple[BesideGathers, ...]:
-    """Name the gathers of parameters that start ahead and their ways back, step by step, and what runs beside them.
+@dataclass(frozen=True)
+class Ahead:
+    """The steps in which a graph's parameters are gathered, by the names of the gathers, and what runs beside them."""
+
+    steps: tuple[tuple[str, ...], ...] = ()
+    beside: tuple[BesideGathers, ...] = ()
+
+
+def gathers_ahead(graph: OpGraph, regions: Sequence[Sequence[str]]) -> Ahead:
+    """Find the gathers of parameters that start ahead and their ways back, step by step, and what runs beside them.
 
     The backward of the ops between two steps runs beside the sums of the later one, and the repeated gathers of the
     earlier one, if a later one is repeated, too.
     """
-    if len(gather_steps(_gathers(graph.ops), regions)) < 2:
-        return ()
+    if not gather_steps(_gathers(graph.ops), regions):
+        return Ahead()
     ordered = fx.Graph()
     ordered.output(ordered.graph_copy(next(iter(graph.nodes.values())).graph, val_map={}))
     summing = [node for node in ordered.nodes if is_bridge(node) and sums_gradient(node)]
@@ -70,7 +78,7 @@ def ops_beside_gathers(graph: OpGraph, regions: Sequence[Sequence[str]]) -> tupl
         found.append(
             BesideGathers(_names(before.gathers) if again else (), _names(step.gathers), ops, backward=True)
         )
-    return tuple(found)
+    return Ahead(tuple(_names(step.gathers) for step in steps), tuple(found))
 
 
 def _between(begin: fx.Node, end: fx.Node, graph: OpGraph) -> tuple[str, ...]:

@@ -11,6 +11,7 @@ Messages from everybody to everybody (``runtime.mesh.gloo``) send as much.
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
@@ -36,13 +37,18 @@ _FACTOR: Mapping[Kind, float] = {
 
 @dataclass(frozen=True)
 class Traffic:
-    """One collective of the graph: ``whole_bytes`` is n, per micro-batch; ``axis`` may be several joined."""
+    """One collective of the graph: ``whole_bytes`` is n, per micro-batch; ``axis`` may be several joined.
+
+    ``together_bytes``: n of all that the executor makes one collective of with this one (``runtime.ops.gather_ahead``);
+    0 where it is alone. Each takes its part of their seconds.
+    """
 
     node: str
     kind: Kind
     axis: str
     whole_bytes: int
     backward: bool
+    together_bytes: int = 0
 
     def sent_bytes(self, ranks: int) -> float:
         """Count the bytes that each of ``ranks`` sends."""
@@ -51,7 +57,9 @@ class Traffic:
 
     def seconds(self, links: AxisLinks) -> float:
         """Return the seconds that it takes with these links to itself."""
-        return links.seconds(self.kind, self.whole_bytes)
+        if not self.together_bytes:
+            return links.seconds(self.kind, self.whole_bytes)
+        return links.seconds(self.kind, self.together_bytes) * self.whole_bytes / self.together_bytes
 
 
 def traffic(sharded: ShardedGraph, microbatch_size: int) -> tuple[Traffic, ...]:
@@ -68,6 +76,22 @@ def traffic(sharded: ShardedGraph, microbatch_size: int) -> tuple[Traffic, ...]:
             if node.target is run_local
             else ()
         )
+    )
+
+
+def together(found: Iterable[Traffic], steps: Iterable[Collection[str]]) -> tuple[Traffic, ...]:
+    """Make one collective of those along an axis, and of their ways back, whose nodes are of one of ``steps``."""
+    found = tuple(found)
+    step_of = {name: number for number, names in enumerate(steps) for name in names}
+    whole: dict[tuple[int, str, bool], int] = defaultdict(int)
+    for item in found:
+        if item.node in step_of:
+            whole[step_of[item.node], item.axis, item.backward] += item.whole_bytes
+    return tuple(
+        replace(item, together_bytes=whole[step_of[item.node], item.axis, item.backward])
+        if item.node in step_of
+        else item
+        for item in found
     )
 
 

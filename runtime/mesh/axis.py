@@ -15,14 +15,15 @@ On Gloo, ``gather`` and ``sum_part`` are made of messages (``runtime.mesh.gloo``
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.distributed_c10d import AllgatherOptions, ReduceScatterOptions
 
 from cost_models.errors import InternalError
 from runtime.mesh.gloo import start_gather, start_sum_part
@@ -99,7 +100,20 @@ class Axis:
         """Start ``gather`` and return a function that waits for it."""
         parts = x.new_empty((self.size, *x.shape))
         work = self.start_gather(parts, x)
-        return lambda: self.joined(self._waited_for(work, parts), dim)
+        return partial(self._whole, work, parts, dim)
+
+    def start_wholes(self, xs: Sequence[Tensor], dims: Sequence[int]) -> list[Callable[[], Tensor]]:
+        """Start to gather several tensors at once, as one collective where the backend can; see ``start_whole``."""
+        if len(xs) < 2 or not self._coalesces:
+            return [self.start_whole(x, dim) for x, dim in zip(xs, dims, strict=True)]
+        xs = [_plain(x) for x in xs]
+        parts = [x.new_empty((self.size, *x.shape)) for x in xs]
+        start = self.group.allgather_into_tensor_coalesced
+        work = start(_flat(parts), _flat(xs), _at_once(AllgatherOptions()))
+        return [partial(self._whole, work, own, dim) for own, dim in zip(parts, dims, strict=True)]
+
+    def _whole(self, work: Any, parts: Tensor, dim: int) -> Tensor:
+        return self.joined(self._waited_for(work, parts), dim)
 
     def start_gather(self, parts: Tensor, x: Tensor) -> Any:
         """Start to fill ``parts`` [n, …] with ``x`` of every rank of the group; return the pending work."""
@@ -122,6 +136,21 @@ class Axis:
         result = parts.new_empty(parts.shape[1:])
         work = self.start_sum_part(result, parts)
         return lambda: self._waited_for(work, result)
+
+    def start_sums_of_parts(self, xs: Sequence[Tensor], dims: Sequence[int]) -> list[Callable[[], Tensor]]:
+        """Start several ``sum_part`` at once, as one collective where the backend can."""
+        if len(xs) < 2 or not self._coalesces:
+            return [self.start_sum_of_parts(x, dim) for x, dim in zip(xs, dims, strict=True)]
+        parts = [self.stacked(x, dim).contiguous() for x, dim in zip(xs, dims, strict=True)]
+        results = [own.new_empty(own.shape[1:]) for own in parts]
+        start = self.group.reduce_scatter_tensor_coalesced
+        work = start(_flat(results), _flat(parts), _at_once(ReduceScatterOptions()))
+        return [partial(self._waited_for, work, result) for result in results]
+
+    @cached_property
+    def _coalesces(self) -> bool:
+        """Several collectives may be one: NCCL's; Gloo's are messages, all under way at once."""
+        return self.size > 1 and bool(dist.get_backend(self.group) == "nccl")
 
     def stacked(self, x: Tensor, dim: int) -> Tensor:
         """Stack the parts of ``x`` along ``dim``, [n, …], in the order of the group's ranks."""
@@ -167,6 +196,17 @@ def _chunks(x: Tensor, dim: int, axis: Axis) -> tuple[Tensor, ...]:
             [f"dimension {dim} of {tuple(x.shape)} does not divide by {axis.size}"],
         )
     return x.chunk(axis.size, dim)
+
+
+def _flat(tensors: Sequence[Tensor]) -> list[Tensor]:
+    return [tensor.view(-1) for tensor in tensors]
+
+
+def _at_once(options: Any) -> Any:
+    """Let a collective run beside what follows it, where torch asks for that in its options (2.8 and newer)."""
+    if hasattr(options, "asyncOp"):
+        options.asyncOp = True
+    return options
 
 
 def _stacked(x: Tensor, dim: int, axis: Axis) -> Tensor:

@@ -20,7 +20,7 @@ work on fake tensors only: they tell shapes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial as given
 from typing import Any
 
@@ -31,7 +31,7 @@ from torch._subclasses import FakeTensor
 from cost_models.errors import InternalError
 from runtime.mesh.axis import Axis
 from runtime.ops.fused_linear import Regions, fuse, linears_behind
-from runtime.ops.gather_ahead import Start, gather_steps, start_ahead
+from runtime.ops.gather_ahead import StepWays, Wait, gather_steps, start_ahead
 from runtime.ops.local import run_local, with_axes
 from runtime.ops.products import PRODUCTS, multiplies
 
@@ -183,7 +183,7 @@ def bind(
         summing = [node for node in graph.nodes if is_bridge(node) and sums_gradient(node)]
         fuse(graph, {node: _with_linears(node, axes[node.kwargs["axis"]]) for node in summing}, regions)
         gathers = [node for node in graph.nodes if is_bridge(node) and node.target is all_gather]
-        start_ahead(graph, gather_steps(gathers, regions), given(_in_two, axes))
+        start_ahead(graph, gather_steps(gathers, regions), given(_step_ways, axes))
     for node in graph.nodes:
         if is_bridge(node):
             node.target = bridge_function(node, axes[node.kwargs["axis"]])
@@ -207,18 +207,33 @@ def _with_linears(bridge: fx.Node, axis: Axis) -> Callable[..., Any]:
     return linears_behind("all_gather", given(axis.gather, dim=dim), given(axis.start_sum_of_parts, dim=dim))
 
 
-def _in_two(axes: Mapping[str, Axis], gather: fx.Node) -> tuple[Start, Start]:
-    """Make a function that starts ``gather``, of a part, and one that starts its way back, of the whole's gradient."""
-    axis: Axis = axes[str(gather.kwargs["axis"])]
-    dim: Any = gather.args[1]
-    if gather.kwargs.get("partial"):
-        return given(axis.start_whole, dim=dim), given(axis.start_sum_of_parts, dim=dim)
+def _step_ways(axes: Mapping[str, Axis], gathers: Sequence[fx.Node]) -> StepWays:
+    """Make what starts ``gathers``, and their ways back: those along one axis at once."""
+    dims: list[Any] = [gather.args[1] for gather in gathers]
+    names = [str(gather.kwargs["axis"]) for gather in gathers]
+    partial = [bool(gather.kwargs.get("partial")) for gather in gathers]
 
-    def start_part(gradient: Tensor) -> Callable[[], Tensor]:
-        part = axis.part(gradient, dim=dim)
-        return lambda: part
+    def along(numbers: Iterable[int]) -> Iterator[tuple[Axis, list[int]]]:
+        own = list(numbers)
+        for name in dict.fromkeys(names[n] for n in own):
+            yield axes[name], [n for n in own if names[n] == name]
 
-    return given(axis.start_whole, dim=dim), start_part
+    def start_gathers(parts: Sequence[Tensor]) -> list[Wait]:
+        found: dict[int, Wait] = {}
+        for axis, own in along(range(len(parts))):
+            found |= zip(own, axis.start_wholes([parts[n] for n in own], [dims[n] for n in own]), strict=True)
+        return [found[n] for n in range(len(parts))]
+
+    def start_sums(gradients: Mapping[int, Tensor]) -> dict[int, Wait]:
+        found: dict[int, Wait] = {}
+        for axis, own in along(n for n in sorted(gradients) if partial[n]):
+            sums = axis.start_sums_of_parts([gradients[n] for n in own], [dims[n] for n in own])
+            found |= zip(own, sums, strict=True)
+        for axis, own in along(n for n in sorted(gradients) if not partial[n]):
+            found |= {n: given(axis.part, gradients[n], dims[n]) for n in own}
+        return found
+
+    return StepWays(start_gathers, start_sums)
 
 
 def axes_of(graph: fx.Graph) -> tuple[str, ...]:

@@ -1,11 +1,12 @@
 """Gathers of parameters and sums of their gradients beside computing: ZeRO-3 with one layer's on their way.
 
     before   w1 = all_gather(p1)    y1 = linear(x, w1)    w2 = all_gather(p2)    y2 = linear(y1, w2)
-    after    w1 = all_gather(p1)    s2 = start(p2)    q2 = later(p2, s2)    y1 = linear(x, w1)    w2 = wait(q2, s2)    …
+    after    …    w1 = wait(q1, s1)    s2 = start(p2)    q2 = later(p2, s2)    y1 = linear(x, w1)    w2 = wait(q2, s2)    …
 
-Gathers with no op between them are one step. Each step but the first starts behind the one before, so one is under way at a
-time, and a rank holds the parameters of one step more than it reads: until backward, as without. Every rank runs the same
-graph and starts the same gathers in the same order, inside of the segment's compute.
+Gathers with no op between them are one step, and one collective where the backend can. Each step but the first starts
+behind the one before, so one is under way at a time, and a rank holds the parameters of one step more than it reads: until
+backward, as without. Every rank runs the same graph and starts the same gathers in the same order, inside of the segment's
+compute.
 
 Backward goes the other way: at ``wait`` the reduce-scatter of w2's gradient starts, the backward of y1 = linear(x, w1) runs
 beside it, and at ``later`` the sum is waited for and handed on to p2. (Autograd runs what was made last first.)
@@ -21,7 +22,7 @@ A block may be one op with its gathers (``passes.graph.blocks.GATHERS``): then t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,33 +30,39 @@ import torch
 from torch import Tensor, fx
 
 Regions = Sequence[Sequence[str]]
-Start = Callable[[Tensor], Callable[[], Tensor]]
-"""Function that starts a collective, and returns another that waits for its result."""
-Ways = Callable[[fx.Node], tuple[Start, Start]]
-"""Function from a gather to what starts it, of a part, and what starts its way back, of the gradient of the whole."""
+Wait = Callable[[], Tensor]
+"""Function that waits for a collective's result."""
+
+
+@dataclass(frozen=True)
+class StepWays:
+    """The collectives of a step: what starts its gathers, of all parts, and its ways back, of some gradients of wholes."""
+
+    gathers: Callable[[Sequence[Tensor]], list[Wait]]
+    sums: Callable[[Mapping[int, Tensor]], Mapping[int, Wait]]
+    """By the number of the gather in the step."""
 
 
 class GatherStep:
     """The gathers of a step on their way, in one micro-batch. ``before``: the step that is repeated after this one."""
 
-    def __init__(
-        self, before: GatherStep | None, ways: Sequence[tuple[Start, Start]], parts: Sequence[Tensor]
-    ) -> None:
+    def __init__(self, before: GatherStep | None, ways: StepWays, parts: Sequence[Tensor]) -> None:
         self._before, self._ways = before, ways
         self._parts = [part.detach() for part in parts]
-        self._under_way: list[Callable[[], Tensor] | None] = []
-        self._trained = all(part.requires_grad for part in parts)
+        self._under_way: list[Wait | None] = []
+        self._trained = {number for number, part in enumerate(parts) if part.requires_grad}
         self._again = False
-        self._sums: list[Callable[[], Tensor] | None] = [None] * len(ways)
+        self._gradients: dict[int, Tensor] = {}
+        self._sums: dict[int, Wait] = {}
         self._start()
 
     def _start(self) -> None:
-        self._under_way = [there(part) for (there, _), part in zip(self._ways, self._parts, strict=True)]
+        self._under_way = [*self._ways.gathers(self._parts)]
         self._begun = False
 
     def start_again(self) -> None:
         """Start all gathers for backward, unless they are under way, or backward may do without them."""
-        if self._trained and not any(self._under_way):
+        if len(self._trained) == len(self._parts) and not any(self._under_way):
             self._again = True
             self._start()
 
@@ -73,15 +80,21 @@ class GatherStep:
         return whole
 
     def start_sum(self, number: int, gradient: Tensor) -> Tensor:
-        """Start the way back of one gather; return something of the part's shape in its place."""
-        self._sums[number] = self._ways[number][1](gradient.to_dense() if gradient.is_sparse else gradient)
+        """Take the gradient of a whole; start the step's sums once all are there. Return something of the part's shape."""
+        self._gradients[number] = gradient.to_dense() if gradient.is_sparse else gradient
+        if self._trained.issubset(self._gradients):
+            self._start_sums()
         return self._parts[number]
 
     def finish_sum(self, number: int) -> Tensor:
-        """Wait for the gradient of one part."""
-        finish, self._sums[number] = self._sums[number], None
-        assert finish is not None, "backward goes through a gather before it goes on to its part"
-        return finish()
+        """Wait for the gradient of one part. Others of the step that are not there yet come by themselves."""
+        if number not in self._sums:
+            self._start_sums()
+        return self._sums.pop(number)()
+
+    def _start_sums(self) -> None:
+        self._sums |= self._ways.sums(self._gradients)
+        self._gradients = {}
 
 
 class _Later(torch.autograd.Function):
@@ -158,16 +171,18 @@ def gather_steps(gathers: Sequence[fx.Node], regions: Regions = ()) -> list[Step
     return steps
 
 
-def start_ahead(graph: fx.Graph, steps: Sequence[Step], ways: Ways) -> None:
-    """Start the gathers of each step in front of the step before. In place; what waits has the gather's name."""
+def start_ahead(
+    graph: fx.Graph, steps: Sequence[Step], ways: Callable[[Sequence[fx.Node]], StepWays]
+) -> None:
+    """Start the gathers of each step in front of the step before. In place; what waits has the gather's name.
+
+    ``ways``: the collectives of some gathers.
+    """
     last: Step | None = None
     last_begun: fx.Node | None = None
     before: fx.Node | None = None
     for step in steps:
-        if last is None and not step.block:
-            last = step  # nothing runs beside it
-            continue
-        start = _starting([ways(node) for node in step.gathers])
+        start = _starting(ways(step.gathers))
         parts = [node.args[0] for node in step.gathers]
         with graph.inserting_before(step.gathers[0] if last is None else _behind(last.begin, last_begun)):
             begun = graph.call_function(start, (before if step.block else None, *parts))
@@ -191,7 +206,7 @@ def _behind(place: fx.Node, other: fx.Node | None) -> fx.Node:
     return place if other is None or first is other else other.next
 
 
-def _starting(ways: Sequence[tuple[Start, Start]]) -> Callable[..., GatherStep]:
+def _starting(ways: StepWays) -> Callable[..., GatherStep]:
     def start_gathers(before: GatherStep | None, *parts: Tensor) -> GatherStep:
         return GatherStep(before, ways, parts)
 

@@ -235,3 +235,22 @@ def test_an_unbound_bridge_refuses_numbers() -> None:
 def test_prints_by_name() -> None:
     text = str(graph_of(CASES["all_to_all_0_1"], 2).graph)
     assert "runtime.ops.bridges.all_to_all](args = (%x, 0, 1), kwargs = {axis: tensor, parts: 2})" in text
+
+
+def run_at_once(order: tuple[int, ...] | None) -> bool:
+    """In a worker: gathers and sums of parts of three tensors as one collective of the backend, and each by itself."""
+    dims = (0, 1, 2)
+    apart, at_once = world_axis(order), world_axis(order)
+    at_once.__dict__["_coalesces"] = True  # as on NCCL; Gloo has the same collectives
+    xs = [tensors(apart.index, SHAPE, seed) for seed in range(3)]
+    for start in ("start_wholes", "start_sums_of_parts"):
+        expected, found = ([wait() for wait in getattr(axis, start)(xs, dims)] for axis in (apart, at_once))
+        for own, other in zip(found, expected, strict=True):
+            torch.testing.assert_close(own, other, rtol=1e-12, atol=1e-12)
+            assert own.is_contiguous()
+    return True
+
+
+@pytest.mark.parametrize("order", [None, (1, 0)])
+def test_several_at_once_are_each_by_itself(order: tuple[int, ...] | None, pool: WorkerPool) -> None:
+    assert all(pool.run(run_at_once, order, world_size=2))

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 
 import pytest
 import torch
 from torch import Tensor, fx
 
 from runtime.ops import bridges
-from runtime.ops.gather_ahead import Start, Ways, gather_steps, start_ahead
+from runtime.ops.gather_ahead import StepWays, Wait, gather_steps, start_ahead
 from runtime.segment.recompute import checkpointed, marked
 from tests.support.alive import AliveBytes
 
@@ -37,31 +37,28 @@ def gathers_of(graph: fx.Graph) -> list[fx.Node]:
     return graph.find_nodes(op="call_function", target=bridges.all_gather)
 
 
-def doubled(happened: list[str]) -> Ways:
+def doubled(happened: list[str]) -> Callable[[Sequence[fx.Node]], StepWays]:
     """As gathers of two equal parts, by two ranks that compute the same."""
 
-    def ways(gather: fx.Node) -> tuple[Start, Start]:
-        name = str(gather.args[0])
+    def ways(gathers: Sequence[fx.Node]) -> StepWays:
+        names = [str(gather.args[0]) for gather in gathers]
 
-        def start(x: Tensor) -> Callable[[], Tensor]:
+        def under_way(name: str, result: Tensor) -> Wait:
             happened.append(f"start {name}")
 
             def wait() -> Tensor:
                 happened.append(f"wait {name}")
-                return torch.cat([x, x])
+                return result
 
             return wait
 
-        def start_sum(gradient: Tensor) -> Callable[[], Tensor]:
-            happened.append(f"start d{name}")
+        def start(parts: Sequence[Tensor]) -> list[Wait]:
+            return [under_way(name, torch.cat([x, x])) for name, x in zip(names, parts, strict=True)]
 
-            def wait() -> Tensor:
-                happened.append(f"wait d{name}")
-                return gradient[: gradient.shape[0] // 2] * 2
+        def sums(gradients: Mapping[int, Tensor]) -> dict[int, Wait]:
+            return {n: under_way(f"d{names[n]}", g[: g.shape[0] // 2] * 2) for n, g in gradients.items()}
 
-            return wait
-
-        return start, start_sum
+        return StepWays(start, sums)
 
     return ways
 
@@ -75,12 +72,11 @@ def test_each_step_starts_behind_the_one_before() -> None:
     start_ahead(graph, steps, doubled(happened))
     graph.lint()
     assert [node.name for node in graph.nodes if node.name in names] == names
-    (first,) = gathers_of(graph)  # nothing is in front of it
-    first.target = lambda x, *_, **__: torch.cat([x, x])
     x, *w = (torch.full((size,), float(i + 1)) for i, size in enumerate((4, 2, 2, 2, 2)))
     (y,) = fx.GraphModule(torch.nn.Module(), graph)(x, *w)
     torch.testing.assert_close(y, torch.full((4,), 120.0))
-    assert happened == ["start w1", "start w2", "wait w1", "wait w2", "start w3", "wait w3"]
+    first = ["start w0", "wait w0", "start w1", "start w2", "wait w1", "wait w2", "start w3", "wait w3"]
+    assert happened == first, "nothing is in front of w0"
 
 
 def test_gathers_of_a_block_are_one_step_in_front_of_the_block_before() -> None:
@@ -154,10 +150,7 @@ def test_what_is_repeated_is_not_kept(repeated: bool) -> None:
         blocks.append((weight.name, y.name))
     graph.output((y,))
     regions = blocks if repeated else []
-    first = gathers_of(graph)[0]
     start_ahead(graph, gather_steps(gathers_of(graph), regions), doubled([]))
-    if not repeated:
-        first.target = lambda x, *_, **__: torch.cat([x, x])
     module = checkpointed(marked(fx.GraphModule(torch.nn.Module(), graph), regions), random=False)
     given = [
         torch.randn(1, n, requires_grad=True),
