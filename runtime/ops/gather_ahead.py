@@ -40,7 +40,7 @@ class StepWays:
 
     gathers: Callable[[Sequence[Tensor]], list[Wait]]
     sums: Callable[[Mapping[int, Tensor]], Mapping[int, Wait]]
-    """By the number of the gather in the step."""
+    """Both by the number of the gather in the step."""
 
 
 class GatherStep:

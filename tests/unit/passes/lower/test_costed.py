@@ -25,6 +25,18 @@ from tests.distributed.sharded_models import COLUMN_ROW, ZERO3, Forced, Gpt, gpt
 
 MACHINE, SAMPLES = ClusterSpec.local(2), 8
 BLOCKS = ("h.0", "h.1")
+QUICK = ClusterSpec.from_dict(
+    {
+        "nodes": [
+            {
+                "count": 2,
+                "device": {"preset": "cpu-worker"},
+                "links": {"default": {"bandwidth": 1e15, "latency": 0}},
+            }
+        ]
+    }
+)
+"""The same workers, whose collectives take no time: a block's gathers are one, and started in front of another."""
 
 
 @cache
@@ -36,7 +48,9 @@ def placed(forced: Forced) -> FeaturePlacement:
     return place(graph(), Mesh((0, 1), (2,), ("all",)), (forced,), 2)
 
 
-def on_mesh(forced: Forced, blocks: tuple[str, ...], schedule: str = "1f1b") -> OnMesh:
+def on_mesh(
+    forced: Forced, blocks: tuple[str, ...], schedule: str = "1f1b", machine: ClusterSpec = MACHINE
+) -> OnMesh:
     """The one stage of a model on two ranks."""
     placement = placed(forced)
     candidate = Candidate(
@@ -47,7 +61,7 @@ def on_mesh(forced: Forced, blocks: tuple[str, ...], schedule: str = "1f1b") -> 
         recomputed_blocks=(blocks,),
         shardings={0: placement},
     )
-    return realize(graph(), costs_of(graph(), MACHINE), MACHINE, Job(SAMPLES), candidate).meshes[0]
+    return realize(graph(), costs_of(graph(), machine), machine, Job(SAMPLES), candidate).meshes[0]
 
 
 def sent(own: OnMesh, *, backward: bool) -> Counter[tuple[str, str, float]]:
@@ -59,13 +73,13 @@ def sent(own: OnMesh, *, backward: bool) -> Counter[tuple[str, str, float]]:
 
 @pytest.mark.parametrize("forced", [ZERO3, COLUMN_ROW], ids=["zero3", "column_row"])
 def test_forward_counts_twice_with_its_collectives(forced: Forced) -> None:
-    kept, again = on_mesh(forced, ()), on_mesh(forced, BLOCKS)
+    kept, again = (on_mesh(forced, blocks, machine=QUICK) for blocks in ((), BLOCKS))
     assert sent(again, backward=False) == sent(kept, backward=False)
     extra = sent(again, backward=True) - sent(kept, backward=True)
     assert extra
     assert extra <= sent(kept, backward=False)
     mine, theirs = again.segment.cost, kept.segment.cost
-    assert mine.forward_seconds == theirs.forward_seconds
+    assert mine.forward_seconds == pytest.approx(theirs.forward_seconds, rel=1e-6)
     slower = mine.backward_input_seconds - theirs.backward_input_seconds
     assert 0.4 * mine.forward_seconds < slower < mine.forward_seconds
     assert mine.saved_bytes < 0.6 * theirs.saved_bytes
@@ -93,13 +107,15 @@ def test_every_gather_of_a_block_is_made_again_but_what_follows_the_last_product
 
 
 def test_one_block_is_less_than_two() -> None:
-    none, one, two = (on_mesh(ZERO3, blocks).segment.cost for blocks in ((), BLOCKS[:1], BLOCKS))
+    none, one, two = (
+        on_mesh(ZERO3, blocks, machine=QUICK).segment.cost for blocks in ((), BLOCKS[:1], BLOCKS)
+    )
     assert none.backward_input_seconds < one.backward_input_seconds < two.backward_input_seconds
     assert none.saved_bytes > one.saved_bytes > two.saved_bytes
     # the first block is computed again when the second is done with: less is alive then than at first
     assert one.transient_bytes < two.transient_bytes
     peaks = [cost.saved_bytes + cost.transient_bytes for cost in (none, one, two)]
-    assert peaks[0] > peaks[1] > peaks[2]
+    assert peaks[0] > max(peaks[1:])  # with two, one's parameters come while the other's gradients are summed
 
 
 def test_halves_apart_run_the_last_product_again_too() -> None:
@@ -141,7 +157,7 @@ def test_sums_of_input_gradients_run_beside_weight_gradients(blocks: tuple[str, 
 
 
 def test_gathers_run_beside_the_ops_in_front_of_them() -> None:
-    """By hand: the gathers that follow each other are one step, beside what stands between them and the step before."""
+    """By hand: gathers that follow each other are one collective, beside what stands between them and those before."""
     ahead, apart = (on_mesh(ZERO3, (), schedule) for schedule in ("1f1b", "zb-h1"))
     own, device = shard_graph(graph(), placed(ZERO3)).graph, MACHINE.devices[0]
     size = SAMPLES // 2 // own.batch.multiple
@@ -166,6 +182,8 @@ def test_gathers_run_beside_the_ops_in_front_of_them() -> None:
         for ops, sending in steps[1:]
         if sending
     )
+    alone = {t.node: t.seconds(apart.links[t.axis]) for t in apart.traffic if not t.backward}
+    saved += sum(alone[name] - seconds for name, seconds in gathers.items())
     assert len(steps) > 5
     assert apart.segment.cost.forward_seconds - ahead.segment.cost.forward_seconds == pytest.approx(
         saved, rel=1e-9
