@@ -195,12 +195,14 @@ def _segment(
     )
     ahead = _hidden_ahead(parameters, costs, cluster, sharded.mesh, units, once, links, own)
     gathered_bytes = max((item.whole_bytes for item in found), default=0)
+    input_seconds = max(0.0, segment.cost.backward_input_seconds - ahead.backward_seconds)
+    left_seconds = ahead.backward_seconds - (segment.cost.backward_input_seconds - input_seconds)
     cost = replace(
         segment.cost,
         forward_seconds=max(0.0, segment.cost.forward_seconds - ahead.forward_seconds) + seconds[0],
         backward_input_seconds=max(0.0, segment.cost.backward_input_seconds - ahead.backward_seconds)
         + seconds[1],
-        backward_weight_seconds=max(0.0, segment.cost.backward_weight_seconds - hidden),
+        backward_weight_seconds=max(0.0, segment.cost.backward_weight_seconds - hidden - left_seconds),
         # The largest collective's result, while what it is made of is still there, beside what is computed again.
         transient_bytes=segment.cost.transient_bytes + gathered_bytes + ahead.backward_bytes,
         first_transient_bytes=segment.cost.first_transient_bytes + gathered_bytes + ahead.backward_bytes,
@@ -298,7 +300,8 @@ def _hidden_ahead(
         sending = sum(t.seconds(links[t.axis]) for t in sent)
         hidden[beside.backward] += float(hidden_seconds(sending, computing, cluster.contention))
         if beside.backward:
-            most = max(most, sum(t.whole_bytes for t in sent))
+            held = sum(back[name].whole_bytes for name in beside.held if name in back)
+            most = max(most, held + sum(t.whole_bytes for t in sent))
     return _HiddenAhead(hidden[0], hidden[1], most)
 
 

@@ -9,7 +9,8 @@ from typing import Literal, TypeAlias
 StrategyName = Literal["layer", "feature", "hybrid", "free"]
 RecomputeMode: TypeAlias = Literal["none", "gathers", "full", "auto"]
 """The blocks whose activations backward computes again: none, all of them, or where memory asks for it. ``gathers``: none,
-but parameters that are gathered for a product are gathered again for its backward, and not kept (FSDP's full shard)."""
+but what is gathered for a product with a parameter alone is gathered again for its backward, and not kept (FSDP's full
+shard; of sequence parallelism the product's input, too)."""
 
 
 def of_activations(mode: RecomputeMode) -> RecomputeMode:

@@ -11,14 +11,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 
 from torch import Tensor, fx
 
 from passes.graph.graph import OpGraph
 from runtime.ops.bridges import all_gather, is_bridge, sums_gradient
 from runtime.ops.fused_linear import fuse, layers_run_with, linears_behind
-from runtime.ops.gather_ahead import gather_steps
+from runtime.ops.gather_ahead import Step, gather_steps
 
 
 def layers_beside(graph: OpGraph, regions: Sequence[Sequence[str]]) -> Mapping[str, tuple[str, ...]]:
@@ -45,6 +44,8 @@ class BesideGathers:
     """Gathers whose way back, the sum of a gradient, runs."""
     ops: tuple[str, ...]
     backward: bool
+    held: tuple[str, ...] = ()
+    """Gathers whose gradients are held meanwhile, until all of a step are there."""
 
 
 @dataclass(frozen=True)
@@ -58,8 +59,8 @@ class Ahead:
 def gathers_ahead(graph: OpGraph, regions: Sequence[Sequence[str]]) -> Ahead:
     """Find the gathers of parameters that start ahead and their ways back, step by step, and what runs beside them.
 
-    The backward of the ops between two steps runs beside the sums of the later one, and the repeated gathers of the
-    earlier one, if a later one is repeated, too.
+    Beside the ops from one step to the next run, forward, the gathers of the next; in backward the sums of the next, and
+    the repeated gathers of the last step before that is repeated, if this one is.
     """
     if not gather_steps(_gathers(graph.ops), regions):
         return Ahead()
@@ -70,14 +71,21 @@ def gathers_ahead(graph: OpGraph, regions: Sequence[Sequence[str]]) -> Ahead:
         ordered, dict.fromkeys(summing, linears_behind("", None, _nothing)), regions
     )  # as the executor orders them
     steps = gather_steps(_gathers(ordered.nodes), regions)
+    (end,) = ordered.find_nodes(op="output")
     found = []
-    for number, (before, step) in enumerate(pairwise(steps)):
-        ops = _between(before.begin, step.gathers[0], graph)
-        again = bool(before.block) and any(later.block for later in steps[number + 1 :])
-        found.append(BesideGathers(_names(step.gathers), (), ops, backward=False))
-        found.append(
-            BesideGathers(_names(before.gathers) if again else (), _names(step.gathers), ops, backward=True)
+    before: Step | None = None
+    for number, step in enumerate(steps):
+        following = steps[number + 1] if number + 1 < len(steps) else None
+        ops = _between(step.begin, end if following is None else following.gathers[0], graph)
+        own, later = _names(step.gathers), () if following is None else _names(following.gathers)
+        again = _names(before.gathers) if before is not None and step.block else ()
+        trained = (
+            all(str(gather.args[0]) in graph.needs_grad for gather in before.gathers) if before else False
         )
+        found.append(BesideGathers(later, (), ops, backward=False))
+        held = own if len(own) > 1 else ()
+        found.append(BesideGathers(again if trained else (), later, ops, backward=True, held=held))
+        before = step if step.block else before
     return Ahead(tuple(_names(step.gathers) for step in steps), tuple(found))
 
 

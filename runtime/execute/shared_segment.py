@@ -31,8 +31,20 @@ class SegmentWait:
             work.wait()
             if self._waited and self._waited[-1][0] == number:  # one after the other: the last says it all
                 self._waited.pop()
-            self._waited.append((number, work))
+            self._waited.append((number, _Passed()))
         monitor.waiting = -1
+
+
+class _Passed:
+    """The moment at which a GPU's stream is through with a wait. The work itself would keep its tensors alive."""
+
+    def __init__(self) -> None:
+        self._event: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        self._event.record()
+
+    def is_completed(self) -> bool:
+        """Tell whether the stream came so far."""
+        return bool(self._event.query())
 
 
 def shared_compute(

@@ -23,7 +23,6 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.distributed_c10d import AllgatherOptions, ReduceScatterOptions
 
 from cost_models.errors import InternalError
 from runtime.mesh.gloo import start_gather, start_sum_part
@@ -109,7 +108,7 @@ class Axis:
         xs = [_plain(x) for x in xs]
         parts = [x.new_empty((self.size, *x.shape)) for x in xs]
         start = self.group.allgather_into_tensor_coalesced
-        work = start(_flat(parts), _flat(xs), _at_once(AllgatherOptions()))
+        work = start(_flat(parts), _flat(xs))
         return [partial(self._whole, work, own, dim) for own, dim in zip(parts, dims, strict=True)]
 
     def _whole(self, work: Any, parts: Tensor, dim: int) -> Tensor:
@@ -144,7 +143,7 @@ class Axis:
         parts = [self.stacked(x, dim).contiguous() for x, dim in zip(xs, dims, strict=True)]
         results = [own.new_empty(own.shape[1:]) for own in parts]
         start = self.group.reduce_scatter_tensor_coalesced
-        work = start(_flat(results), _flat(parts), _at_once(ReduceScatterOptions()))
+        work = start(_flat(results), _flat(parts))
         return [partial(self._waited_for, work, result) for result in results]
 
     @cached_property
@@ -199,14 +198,8 @@ def _chunks(x: Tensor, dim: int, axis: Axis) -> tuple[Tensor, ...]:
 
 
 def _flat(tensors: Sequence[Tensor]) -> list[Tensor]:
-    return [tensor.view(-1) for tensor in tensors]
-
-
-def _at_once(options: Any) -> Any:
-    """Let a collective run beside what follows it, where torch asks for that in its options (2.8 and newer)."""
-    if hasattr(options, "asyncOp"):
-        options.asyncOp = True
-    return options
+    """View tensors as one-dimensional ones; complex ones as real, since NCCL has no complex type."""
+    return [(torch.view_as_real(t) if t.is_complex() else t).view(-1) for t in tensors]
 
 
 def _stacked(x: Tensor, dim: int, axis: Axis) -> Tensor:

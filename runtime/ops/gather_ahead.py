@@ -61,7 +61,7 @@ class GatherStep:
         self._begun = False
 
     def start_again(self) -> None:
-        """Start all gathers for backward, unless they are under way, or backward may do without them."""
+        """Start all gathers for backward, if all parts are trained: else backward may do without them."""
         if len(self._trained) == len(self._parts) and not any(self._under_way):
             self._again = True
             self._start()
@@ -88,6 +88,9 @@ class GatherStep:
 
     def finish_sum(self, number: int) -> Tensor:
         """Wait for the gradient of one part. Others of the step that are not there yet come by themselves."""
+        for there in filter(None, self._under_way):  # what a second forward stopped in front of
+            there()
+        self._under_way = []
         if number not in self._sums:
             self._start_sums()
         return self._sums.pop(number)()

@@ -249,7 +249,8 @@ class _Hybrid:
         ]
         again = everywhere if self.recompute == "full" else set[int]()
         if way.gathers:
-            return [self._simulated(way, cut, ((GATHERS,),) * self.degrees.stages)]
+            shared = tuple((GATHERS,) if len(group) > 1 else () for group in self._groups())
+            return [self._simulated(way, cut, shared)]
         while True:
             chosen = tuple(own if number in again else () for number, own in enumerate(every))
             try:

@@ -139,8 +139,11 @@ def test_more_micro_batches_prefer_fewer_replicas() -> None:
     assert replicas[0] == 4 > replicas[-1]
 
 
-def test_less_memory_brings_zero_then_recomputation_then_stages() -> None:
-    """ZeRO-1 is there from the beginning: it sends what a sum sends, and updates less."""
+def test_less_memory_brings_zero_then_recomputation() -> None:
+    """ZeRO-1 is there from the beginning: it sends what a sum sends, and updates less.
+
+    Stages would not help: a rank of ZeRO-3 that computes again holds less than one of a pipeline.
+    """
 
     def on(memory_bytes: float) -> Simulated:
         machine = cluster(between=2.5e7, memory_bytes=memory_bytes, speeds=(1.0,) * 4, each=1)
@@ -156,12 +159,11 @@ def test_less_memory_brings_zero_then_recomputation_then_stages() -> None:
             "zero 1": any(own.sharded_state for own in candidate.shardings.values()),
             "zero 3": any(isinstance(axis, Shard) for own in kept for layout in own for axis in layout),
             "recomputation": any(candidate.recomputed_blocks),
-            "stages": len(candidate.groups) > 1,
         }
         for name, there in seen.items():
             if there:
                 first.setdefault(name, share)
-    assert list(first) == ["zero 1", "zero 3", "recomputation", "stages"]
+    assert list(first) == ["zero 1", "zero 3", "recomputation"]
     assert len(set(first.values())) == len(first), first
 
 
