@@ -14,7 +14,7 @@ topological order nothing leads out of a run and back into it.
 
 Beside these there is ``GATHERS``: every layer that multiplies by a parameter, alone. Backward computes nothing of such a
 block again, since all that a product saves are its operands; but what was gathered for it (ZeRO-3's parameters) is
-gathered again, instead of being kept from forward to backward.
+gathered again, instead of being kept from forward to backward (of sequence parallelism a product's input, too).
 """
 
 from __future__ import annotations

@@ -48,6 +48,14 @@ def test_a_real_model_computes_what_it_computed(
     assert report.compared["gradient"] > 10
 
 
+def test_stages_gather_again(pool: WorkerPool) -> None:
+    workload, graph = loaded("gpt2")
+    fix = "pipeline=2 data=2 zero=3 microbatch=1 recompute=gathers"
+    plan = partition(graph, ClusterSpec.local(4), batch_size=8, strategy="hybrid", fix=fix)
+    assert [stage.recomputed_blocks for stage in plan.stages] == [("gathers",)] * 2
+    verify_plan(plan, workload, pool=pool, graph=graph).raise_if_different()
+
+
 def sharded(graph: OpGraph, mesh: Mesh, pattern: str, recompute: Any) -> Plan:
     return partition(
         graph,
