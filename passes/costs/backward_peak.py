@@ -176,13 +176,19 @@ class _Walk:
 
 def _readers(graph: OpGraph, trained: frozenset[int]) -> dict[str, list[int]]:
     """Return the ops among ``trained`` that read each trained parameter, rising; of those that no other op reads."""
+    return {name: users for name, users in _all_readers(graph).items() if trained.issuperset(users)}
+
+
+@once_per_graph
+def _all_readers(graph: OpGraph) -> Mapping[str, list[int]]:
+    """Return the ops that read each trained parameter, rising."""
     index_of = {node.name: index for index, node in enumerate(graph.ops)}
     found = {}
     for given in graph.inputs:
         if given.kind == "parameter" and given.name in graph.trained:
-            users = [index_of.get(user.name, -1) for user in graph.nodes[given.node].users]
-            if users and trained.issuperset(users):
-                found[given.name] = sorted(users)
+            users = sorted(index_of.get(user.name, -1) for user in graph.nodes[given.node].users)
+            if users:
+                found[given.name] = users
     return found
 
 
