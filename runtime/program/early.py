@@ -5,7 +5,8 @@
                         └ +w9 ─ +w5 ─ +w0 ─┘
 
 Those directly behind it, over ranks that run this backward together: none of their messages is left to be issued then, and
-only first stages end so. Others send a gradient after their last backward, and sum while the stages before are at theirs.
+only first stages end so. In others a rank sends a gradient after its last backward, perhaps for all of them, and they sum
+while the stages before are at theirs.
 
 Why no rank waits forever: take the backward and these sums as one instruction of these ranks. All of them have it at this
 place of their programs, nobody else takes part in any of it, and all run one graph, so that they start its collectives and
@@ -27,6 +28,8 @@ def early_sums(instructions: Sequence[Instruction], graph: SegmentGraph) -> tupl
     if not isinstance(backward, Backward):
         return -1, []
     together = set(graph.segments[backward.segment].ranks)
+    if _sends_gradients(backward.segment, graph):
+        return -1, []
     seen: set[str] = set()
     early: list[int] = []
     for position in range(first, len(instructions)):
@@ -38,3 +41,12 @@ def early_sums(instructions: Sequence[Instruction], graph: SegmentGraph) -> tupl
         seen.update(instruction.parameters)
         early.append(position)
     return (first - 1, early) if early else (-1, [])
+
+
+def _sends_gradients(segment: int, graph: SegmentGraph) -> bool:
+    """Tell whether a rank of ``segment`` sends gradients: then none sums early, since all of them have to do the same."""
+    own = graph.segments[segment].ranks
+    return any(
+        v.needs_grad and segment in v.consumers and graph.segments[v.producer].ranks != own
+        for v in graph.values
+    )

@@ -78,7 +78,7 @@ def test_nothing_waits_in_a_circle_with_these_sums_ahead_of_the_backward(rule: Q
     for _ in range(40):
         sizes = tuple(dice.choice([1, 2, 3]) for _ in range(dice.randint(1, 4)))
         schedule, rounds = dice.choice([("1f1b", 1), ("gpipe", 1), ("interleaved", 2)])
-        graph = pipeline(sizes, rounds if len(sizes) > 1 else 1)
+        graph = pipeline(sizes, rounds if len(sizes) > 1 else 1, split=dice.random() < 0.5)
         schedule = schedule if len(sizes) > 1 else "1f1b"
         made = programs_of(graph, schedule, sums_of(graph), one_queue=rule == "everything")
         programs = []
@@ -93,6 +93,15 @@ def test_nothing_waits_in_a_circle_with_these_sums_ahead_of_the_backward(rule: Q
             programs.append(Program(program.rank, tuple(own)))
         assert find_deadlock(programs, graph, rule=rule) == []
     assert moved > 20
+
+
+def test_where_one_rank_sends_the_gradient_of_all_no_rank_sums_early() -> None:
+    """Ranks 1 to 3 have copies of what they read. Rank 1 alone sends a gradient back, and its sums come after that."""
+    graph = pipeline((1, 3), split=False)
+    programs = programs_of(graph, "1f1b", sums_of(graph)).all()
+    senders = [p.rank for p in programs if any(i == ">d(h0):3@0" for i in map(str, p.instructions))]
+    assert senders == [1]
+    assert [early_sums(p.instructions, graph) for p in programs] == [(-1, [])] * 4
 
 
 ALONE = SegmentGraph((Segment(0, (0, 1), SegmentCost(1.0, 6.0, 4.0)),), (), 2)
