@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
@@ -66,19 +67,36 @@ def backward_peak(
     return BackwardPeak(beyond, first, int(walk.grown))
 
 
+@dataclass(frozen=True, eq=False)
+class BackwardWork:
+    """The bytes of the whole graph's backward, op by op; arrays are [ops], 0 at ops that have no backward."""
+
+    beside_bytes: FloatArray
+    """The most that is alive while it is at the op, beside the saved storages that are left."""
+    freed_bytes: FloatArray
+    """Saved storages that nobody needs once it has left the op."""
+
+    @cached_property
+    def beyond_bytes(self) -> FloatArray:
+        """The most while it is at the op, beyond all that was saved when it began; 0 where it is less."""
+        freed = np.cumsum(self.freed_bytes[::-1])[::-1] - self.freed_bytes
+        return np.maximum(self.beside_bytes - freed, 0.0)
+
+
 @once_per_graph
-def working_bytes(graph: OpGraph, costs: GraphCosts, batch_size: int) -> FloatArray:
-    """[ops] bytes that the backward of the whole graph holds while it is at each op, beyond all that was saved for it; 0
-    where it is less, and of ops that have none."""
+def backward_work(graph: OpGraph, costs: GraphCosts, batch_size: int) -> BackwardWork:
+    """Return what the backward of the whole graph holds at each op."""
     ops = range(len(costs.ops))
     walk = _Walk(graph, costs.exact(batch_size), ops, batch_size, ())
-    found = np.zeros(len(ops))
+    work = BackwardWork(np.zeros(len(ops)), np.zeros(len(ops)))
+    left = walk.saved_before
     for op in reversed(ops):
         if op in walk.trained:
-            found[op] = max(0.0, walk.step(op, keep=False) - walk.saved_before)
-        walk.free(op)
+            work.beside_bytes[op] = walk.step(op, keep=False) - left
+        work.freed_bytes[op] = walk.free(op)
+        left -= work.freed_bytes[op]
         walk.sum_parameters(op)
-    return found
+    return work
 
 
 class _Walk:
@@ -153,9 +171,11 @@ class _Walk:
             self._release(own)
         return most
 
-    def free(self, op: int) -> None:
-        """Free what no op before ``op`` saved."""
-        self.alive -= sum(self.sizes[name] for name in self.saved.get(op, ()))
+    def free(self, op: int) -> float:
+        """Free what no op before ``op`` saved; return its bytes."""
+        freed = float(sum(self.sizes[name] for name in self.saved.get(op, ())))
+        self.alive -= freed
+        return freed
 
     def sum_parameters(self, op: int) -> None:
         """Add the gradients of parameters that several ops read: one more, and its sum with those before."""

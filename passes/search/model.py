@@ -16,6 +16,7 @@ import numpy as np
 from cost_models.arrays import FloatArray, IntArray
 from cost_models.devices import Device
 from cost_models.memory import state_bytes
+from passes.costs.backward_peak import backward_work
 from passes.costs.costs import GraphCosts
 from passes.graph.blocks import block_of
 from passes.graph.graph import OpGraph
@@ -32,6 +33,7 @@ from passes.search.touches import BoolArray, Touch
 class LayerModel:
     """The placed ops of a graph, 0 … n-1 in the order of the model's own code, and what they touch."""
 
+    graph: OpGraph
     costs: GraphCosts
     names: tuple[str, ...]
     rows: IntArray
@@ -80,6 +82,11 @@ class LayerModel:
             self.loss,
         )
 
+    def working_bytes(self, size: int) -> tuple[FloatArray, FloatArray]:
+        """[n] bytes of each op's backward: beside saved storages, and of those that it frees (``BackwardWork``)."""
+        work = backward_work(self.graph, self.costs, size)
+        return work.beside_bytes[self.rows], work.freed_bytes[self.rows]
+
     def storage_sizes(self, size: int) -> FloatArray:
         """[storages] bytes per micro-batch of ``size`` samples."""
         sizes = self.costs.storage_bytes(size)
@@ -107,6 +114,7 @@ def read_model(graph: OpGraph, costs: GraphCosts, job: Job) -> LayerModel:
     rows = np.array([position[node.name] for node in placed], dtype=np.int64)
     deferred = (costs.saved[row] if costs.weight_half[row] else () for row in rows)
     return LayerModel(
+        graph=graph,
         costs=costs,
         names=tuple(node.name for node in placed),
         rows=rows,

@@ -28,7 +28,7 @@ from cost_models.conversion import (
     steps_seconds,
 )
 from cost_models.layout import Partial, Placement, Replicate, Shard
-from passes.costs.backward_peak import working_bytes
+from passes.costs.backward_peak import backward_work
 from passes.costs.costs import GraphCosts
 from passes.graph.graph import OpGraph, tensor_specs
 from passes.search.feature.bridges import summed_beside
@@ -146,7 +146,7 @@ class WholeGraph:
         seconds = local_seconds(self.costs, rows, self.samples, self.setting.devices)
         most = 0.0
         for row in rows:
-            working = working_bytes(self.graph, self.costs, self.samples // int(row.parts[0]))
+            working = backward_work(self.graph, self.costs, self.samples // int(row.parts[0])).beyond_bytes
             most = max(most, float(working[row.ops[0]] * row.traffic.bytes[0]))
         return dict(zip(shares, seconds.tolist(), strict=True)), self._saved(shares), most
 

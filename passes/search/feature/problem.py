@@ -26,7 +26,7 @@ from cost_models.communication import hidden_seconds
 from cost_models.conversion import local_share
 from cost_models.devices import Device
 from cost_models.layout import Mesh, Placement, Replicate, Shard
-from passes.costs.backward_peak import working_bytes
+from passes.costs.backward_peak import backward_work
 from passes.search.feature.bridges import Bridges, BridgeTable
 from passes.search.feature.codes import DEFERRED, combine, needs_of
 from passes.search.feature.graph import FeatureGraph, Unit
@@ -241,7 +241,7 @@ class _Builder:
         parts, traffic = o.split(unit, space.graph, self.problem.mesh.shape, self.problem.symbols)
         members, found = [space.op_index[name] for name in unit.members], np.zeros(o.count)
         for count in np.unique(parts).tolist():
-            own = working_bytes(space.graph, space.costs, samples // count)[members].max()
+            own = backward_work(space.graph, space.costs, samples // count).beyond_bytes[members].max()
             found[parts == count] = own * traffic.bytes[parts == count]
         return found
 

@@ -79,7 +79,7 @@ class CutProgram:
             least = table.held_again_bytes if again else table.held_bytes
             if problem.moments:
                 least = np.minimum(least, table.deferred_bytes)
-            free = table.free_bytes[kind]
+            free = table.room_bytes(kind, again)
             self._ever_fits[key] = (free >= 0) & (fewest * least <= free)
         return self._ever_fits[key]
 

@@ -14,7 +14,7 @@ from cost_models.arrays import FloatArray
 from cost_models.cluster import ClusterSpec
 from cost_models.devices import Device
 from cost_models.units import counted
-from passes.search.layer.problem import Assignment, DevicePool, Held, Recompute
+from passes.search.layer.problem import Assignment, DevicePool, Held, Recompute, Working
 from passes.search.layer.spaces import Space
 from passes.search.layer.tuning import TUNING
 from passes.search.model import LayerModel
@@ -268,8 +268,9 @@ class UnitCosts:
     gradient_bytes: FloatArray
     recompute: Recompute | None
     """The numbers that change where blocks are computed again; None for a model without blocks."""
-    beside_deferred_bytes: FloatArray
-    """[units] its ``transient_bytes`` under schedules that defer weight halves."""
+    working: Working
+    beside_deferred: Working
+    """Working bytes where blocks are computed again under a schedule that defers weight halves."""
 
 
 def unit_costs(model: LayerModel, space: Space, table: DeviceTable, size: int) -> UnitCosts:
@@ -279,12 +280,15 @@ def unit_costs(model: LayerModel, space: Space, table: DeviceTable, size: int) -
         return np.stack([space.seconds(of_ops(size, device)) for device in table.representatives])
 
     forward, gradient = space.crossing_bytes(model.output_bytes(size))
+    beside, freed = model.working_bytes(size)
+    outside = np.where(model.blocks.of < 0, freed, 0.0)
+    deferring = model.blocks.beside_deferred_bytes(size, model.output_bytes(size))
     recompute = None
     if model.blocks:
         recompute = Recompute(
             seconds(model.again_seconds),
             space.recomputed_bytes(model.blocks.sizes(size)),
-            space.largest(model.blocks.transient_bytes(size)),
+            space.working(beside + model.blocks.transient_bytes(size), outside),
         )
     return UnitCosts(
         seconds(model.seconds),
@@ -294,5 +298,6 @@ def unit_costs(model: LayerModel, space: Space, table: DeviceTable, size: int) -
         forward,
         gradient,
         recompute,
-        space.largest(model.blocks.beside_deferred_bytes(size, model.output_bytes(size))),
+        space.working(beside, freed),
+        space.working(beside + deferring, outside),
     )

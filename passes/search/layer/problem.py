@@ -30,14 +30,15 @@ form), 1/v for interleaved 1F1B, about 1/3 for ZB-H1. With v > 1 the busiest dev
 v times its largest chunk.
 
 A stage may compute its blocks again in backward (``Recompute``): its t then grows by their forward seconds, ``held``
-becomes what its blocks read from outside, and ``transient`` is added: the activations of the largest block, alive while
-its backward runs, and what deferred weight halves need of all of them. Keeping all activations is faster, so a stage
+becomes what its blocks read from outside, and ``working`` has the activations of a block beside it, alive while its
+backward runs, and what deferred weight halves need of all of them. Keeping all activations is faster, so a stage
 recomputes exactly where it would not fit otherwise (or always, if that was asked for).
 
-Memory, per device: ``state + gradients crossing both cuts + whole · held + weights · deferred ≤ capacity`` at
-every moment (whole, weights) of the schedule: micro-batches held whole, and those of which only the weight half
-is left. ``held`` is a union of storages: one that several ops of the stage save, or that it saves and also
-sends, is counted once; so is ``deferred``, what weight halves need.
+Memory, per device: ``state + gradients crossing both cuts + working + whole · held + weights · deferred ≤ capacity``
+at every moment (whole, weights) of the schedule: micro-batches held whole, and those of which only the weight half
+is left. ``working`` is what a backward holds beyond what was kept for it (``Working``). ``held`` is a union of
+storages: one that several ops of the stage save, or that it saves and also sends, is counted once; so is ``deferred``, what
+weight halves need.
 """
 
 from __future__ import annotations
@@ -79,6 +80,32 @@ class LayerStructure:
 
 
 @dataclass(frozen=True, eq=False)
+class Working:
+    """The bytes that a backward holds beyond what was kept for it; it goes from the last unit to the first.
+
+    A stage's peak is the largest, over its units, of what is there at the unit less what was freed at those behind it.
+    """
+
+    beside_bytes: FloatArray
+    """[n] the most that is there while backward is at the unit, beside what was kept and is not freed yet."""
+    freed_bytes: FloatArray
+    """[n] kept storages that nobody needs any more when backward has left the unit."""
+
+    @classmethod
+    def none(cls, units: int) -> Working:
+        return cls(np.zeros(units), np.zeros(units))
+
+    def peak_bytes(self, stage_of: Sequence[int], stages: int) -> FloatArray:
+        """[stages] the peak of each stage."""
+        peak, freed = np.zeros(stages), np.zeros(stages)
+        for unit in reversed(range(len(stage_of))):
+            stage = stage_of[unit]
+            peak[stage] = max(peak[stage], self.beside_bytes[unit] - freed[stage])
+            freed[stage] += self.freed_bytes[unit]
+        return peak
+
+
+@dataclass(frozen=True, eq=False)
 class Recompute:
     """The numbers that change for a stage that computes its blocks again in backward. Shapes as in ``LayerProblem``."""
 
@@ -86,9 +113,9 @@ class Recompute:
     """[R, n] added to each unit: its second forward."""
     storage_bytes: FloatArray
     """[structure.recomputed] held per micro-batch in flight."""
-    transient_bytes: FloatArray
-    """[n] of each unit: what the largest block with ops in it saves. A stage needs the largest of its units; where weight
-    halves are deferred (``moments``), beside what they need of the whole stage."""
+    working: Working
+    """Beside a unit there is also what the largest block with ops in it saves; where weight halves are deferred
+    (``moments``) a stage has what they need of all of it on top."""
     always: bool = False
     """Every stage does so, also where its activations would fit."""
 
@@ -123,6 +150,7 @@ class LayerProblem:
     """[crossings] activations."""
     gradient_bytes: FloatArray
     """[crossings] their gradients; 0 where none is sent back."""
+    working: Working
     kinds: tuple[DevicePool, ...]
     link_latency_seconds: FloatArray
     """[K, K] per cut: the latencies of all its messages of one micro-batch."""
@@ -183,10 +211,19 @@ class StageSplit:
     """Per stage."""
     recomputed: tuple[bool, ...] = ()
     """True for each stage that computes its blocks again in backward."""
+    working_bytes: tuple[float, ...] = ()
+    """Per stage, the part of ``memory_bytes`` that is there while a backward runs: one at a time on a device."""
 
     @property
     def stages(self) -> int:
         return len(self.kinds)
+
+    def bytes_on(self, places: Sequence[int], count: int) -> FloatArray:
+        """[count] bytes of each place with all its stages, one of which is in backward at a time. ``places``: per stage."""
+        held, working = np.zeros(count), np.zeros(count)
+        np.add.at(held, list(places), np.subtract(self.memory_bytes, self.working_bytes))
+        np.maximum.at(working, list(places), self.working_bytes)
+        return held + working
 
     @property
     def identity(self) -> tuple[object, ...]:
@@ -207,11 +244,12 @@ def evaluate(
     """
     p = len(kinds)
     _, gradient = cut_bytes(problem, stage_of, p)
-    memory = _memory(problem, stage_of, gradient, again=False)
+    memory, working = _memory(problem, stage_of, gradient, again=False)
     again = _recomputed(problem, kinds, memory) if recomputed is None else list(recomputed)
     seconds, link = stage_and_link_seconds(problem, stage_of, kinds, again)
     if problem.recompute is not None and any(again):
-        memory = np.where(again, _memory(problem, stage_of, gradient, again=True), memory)
+        lean = _memory(problem, stage_of, gradient, again=True)
+        memory, working = np.where(again, lean[0], memory), np.where(again, lean[1], working)
     round_trip = _round_trips(problem, seconds, link).max()
     bottleneck = float(max(seconds.max(), link.max(), round_trip, _charged(problem, seconds, link)))
     total = float(seconds.sum() + link.sum())
@@ -224,6 +262,7 @@ def evaluate(
         total,
         tuple(map(float, memory)),
         tuple(map(bool, again)),
+        tuple(map(float, working)),
     )
 
 
@@ -259,26 +298,29 @@ def _recomputed(problem: LayerProblem, kinds: Sequence[int], memory: FloatArray)
 
 def _memory(
     problem: LayerProblem, stage_of: Sequence[int], gradient: FloatArray, *, again: bool
-) -> FloatArray:
-    """[p] bytes of each stage at its fullest, ``again``: computing its blocks again in backward."""
+) -> tuple[FloatArray, FloatArray]:
+    """[p] bytes of each stage at its fullest, and [p] the part of them that is there while a backward runs.
+
+    ``again``: computing its blocks again in backward.
+    """
     structure, recompute = problem.structure, problem.recompute
     p = len(gradient)
     deferred = touched_bytes(structure.deferred, problem.deferred_bytes, stage_of, p)
-    transient = np.zeros(p)
     if again:
         assert recompute is not None
         held = touched_bytes(structure.recomputed, recompute.storage_bytes, stage_of, p)
-        np.maximum.at(transient, list(stage_of), recompute.transient_bytes)
+        working = recompute.working.peak_bytes(stage_of, p)
         if problem.moments:
-            transient += deferred
+            working += deferred
     else:
         held = touched_bytes(structure.storages, problem.storage_bytes, stage_of, p)
+        working = problem.working.peak_bytes(stage_of, p)
     state = touched_bytes(structure.states, problem.state_bytes, stage_of, p)
     fullest = [
         max(whole * held[s] + weights * deferred[s] for whole, weights in problem.held_at(p - s))
         for s in range(p)
     ]
-    return np.array(state + gradient + np.append(gradient[1:], 0.0) + transient + fullest)
+    return np.array(state + gradient + np.append(gradient[1:], 0.0) + working + fullest), working
 
 
 def _round_trips(problem: LayerProblem, seconds: FloatArray, link: FloatArray) -> FloatArray:

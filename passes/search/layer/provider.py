@@ -11,6 +11,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
+from cost_models.arrays import FloatArray
 from cost_models.errors import PartitionerError
 from passes.lower.candidate import Candidate
 from passes.search.certificate import NAMED, BoundTerm, PipelineTerms, StageTerms
@@ -98,7 +99,7 @@ class LayerProvider:
                 solved.every_block,
             ),
             least_seconds=busiest_seconds(self.search, solved),
-            peak_bytes=round(max(self._estimated_bytes(solved))),
+            peak_bytes=round(float(self._estimated_bytes(solved).max())),
         )
 
     def candidate(self, proposal: Proposal[SolvedSplit]) -> Candidate:
@@ -123,12 +124,9 @@ class LayerProvider:
         result = self.search.solve_option(solved.option, 0.0, math.inf, known_seconds * self.slack, room)
         return (self._proposal(result.solved[0]), room) if result.solved else None
 
-    def _estimated_bytes(self, solved: SolvedSplit) -> list[float]:
-        """Bytes that each rank holds, as the surrogate counts them."""
-        held = [0.0] * len(self.search.cluster.devices)
-        for rank, size in zip(solved.ranks, solved.split.memory_bytes, strict=True):
-            held[rank] += size
-        return held
+    def _estimated_bytes(self, solved: SolvedSplit) -> FloatArray:
+        """[ranks] bytes that each holds, as the surrogate counts them."""
+        return solved.split.bytes_on(solved.ranks, len(self.search.cluster.devices))
 
     def _estimated_share(self, judged: Judged[SolvedSplit]) -> float:
         """Estimated / simulated bytes, the least of all devices that overflow."""
@@ -136,7 +134,7 @@ class LayerProvider:
             self._estimated_bytes(judged.proposal.solved), judged.simulated.peak_bytes, self.search.cluster.devices,
             strict=True,
         )  # fmt: skip
-        return min(held / peak for held, peak, device in ranks if peak > device.memory_bytes)
+        return min(float(held) / peak for held, peak, device in ranks if peak > device.memory_bytes)
 
     def proved(self) -> Proved:
         """Return the bound over all options, and each option's, the lowest by name."""

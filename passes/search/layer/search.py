@@ -119,6 +119,7 @@ class LayerSearch:
             state_bytes=costs.state_bytes,
             forward_bytes=costs.forward_bytes,
             gradient_bytes=costs.gradient_bytes,
+            working=costs.working,
             kinds=tuple(replace(k, capacity_bytes=k.capacity_bytes * capacity_scale) for k in plan.kinds),
             link_latency_seconds=plan.latency_seconds,
             link_seconds_per_byte=plan.seconds_per_byte,
@@ -140,8 +141,8 @@ class LayerSearch:
         """The recompute that stages may do, under a schedule that defers weight halves or not."""
         if costs.recompute is None or self.recompute == "none":
             return None
-        transient_bytes = costs.beside_deferred_bytes if deferring else costs.recompute.transient_bytes
-        return replace(costs.recompute, transient_bytes=transient_bytes, always=self.recompute == "full")
+        working = costs.beside_deferred if deferring else costs.recompute.working
+        return replace(costs.recompute, working=working, always=self.recompute == "full")
 
     def floor_seconds(self, option: ScheduleOption) -> float:
         """A quick bound on the option's surrogate: equal shares of the work, or the heaviest op."""
@@ -266,8 +267,7 @@ def busiest_seconds(search: LayerSearch, solved: SolvedSplit) -> float:
 
 def device_overflow(problem: LayerProblem, split: StageSplit) -> float:
     """Bytes that do not fit the fullest device when all its chunks are counted together."""
-    used = np.zeros(len(problem.kinds))
-    np.add.at(used, list(split.kinds), split.memory_bytes)
+    used = split.bytes_on(split.kinds, len(problem.kinds))
     room = np.array([kind.capacity_bytes * (1 + TUNING.memory_tolerance) for kind in problem.kinds])
     return float((used - room).max())
 

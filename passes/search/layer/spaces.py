@@ -13,7 +13,7 @@ import numpy as np
 
 from cost_models.arrays import FloatArray, IntArray
 from passes.graph.contraction import OpArrays, clusters, intervals, list_downsets
-from passes.search.layer.problem import LayerStructure
+from passes.search.layer.problem import LayerStructure, Working
 from passes.search.layer.table import Geometry
 from passes.search.layer.tuning import TUNING
 from passes.search.model import LayerModel
@@ -50,11 +50,10 @@ class Space:
     def recomputed_bytes(self, sizes: FloatArray) -> FloatArray:
         return _sums(self._recomputed_group, sizes, len(self.structure.recomputed))
 
-    def largest(self, per_op: FloatArray) -> FloatArray:
-        """[n ops] -> [units] the largest number of any of its ops, at least 0."""
-        result = np.zeros(self.structure.units)
-        np.maximum.at(result, self.unit_of, per_op)
-        return result
+    def working(self, beside: FloatArray, freed: FloatArray) -> Working:
+        """[n ops] that of each op -> that of units, whose ops backward takes one after the other."""
+        peak = Working(beside, freed).peak_bytes(self.unit_of.tolist(), self.structure.units)
+        return Working(peak, _sums(self.unit_of, freed, self.structure.units))
 
     def deferred_bytes(self, sizes: FloatArray) -> FloatArray:
         return _sums(self._deferred_group, sizes, len(self.structure.deferred))

@@ -17,7 +17,7 @@ from typing import TypeAlias
 import numpy as np
 
 from cost_models.arrays import FloatArray, IntArray
-from passes.search.layer.problem import Held, LayerProblem, LayerStructure
+from passes.search.layer.problem import Held, LayerProblem, LayerStructure, Working
 from passes.search.layer.tuning import TUNING
 from passes.search.touches import BoolArray, Touch
 
@@ -68,20 +68,26 @@ class Geometry:
     def _touch_sum(self, touches: Sequence[Touch]) -> TouchSum:
         return RectangleSum(self, touches) if self.prefixes else PairSum(self, touches)
 
-    def largest(self, of_units: FloatArray) -> FloatArray:
-        """[pairs] the largest of the numbers [units] that the pair's stage has."""
-        if not self.prefixes:
-            result = np.zeros(len(self.source))
-            for value in np.unique(of_units):  # rising: the largest is written last
-                result[_any_inside(self.members, np.flatnonzero(of_units == value).tolist(), *self._ends)] = (
-                    value
-                )
-            return result
+    def working(self, working: Working) -> FloatArray:
+        """[pairs] ``Working.peak_bytes`` of the pair's stage."""
+        if self.prefixes:
+            return self._working_of_intervals(working)
+        peak, freed = np.zeros(len(self.source)), np.zeros(len(self.source))
+        for unit in reversed(range(self.structure.units)):
+            has = self.members[:, unit]
+            inside = np.flatnonzero(has[self.target] & ~has[self.source])
+            peak[inside] = np.maximum(peak[inside], working.beside_bytes[unit] - freed[inside])
+            freed[inside] += working.freed_bytes[unit]
+        return peak
+
+    def _working_of_intervals(self, working: Working) -> FloatArray:
+        """Return the largest beside(u) + f(u + 1) of each interval [i, j), less f(j): f(j) is freed by the first j units."""
         n = self.structure.units
+        freed = np.append(0.0, np.cumsum(working.freed_bytes))
         plane = np.zeros((n + 1, n + 1))
         for first in range(n):
-            plane[first, first + 1 :] = np.maximum.accumulate(of_units[first:])
-        return plane[self._ends]
+            plane[first, first + 1 :] = np.maximum.accumulate((working.beside_bytes + freed[1:])[first:])
+        return np.asarray(np.maximum((plane - freed)[self._ends], 0.0))
 
     def over_pairs(self, of_units: FloatArray) -> FloatArray:
         """Sums over the units of each pair's stage: [R, units] -> [R, pairs]."""
@@ -209,7 +215,7 @@ class StageTable:
 
     @cached_property
     def free_bytes(self) -> tuple[FloatArray, ...]:
-        """Per kind, [pairs]: room for activations beside the state. Kinds of one capacity share one array."""
+        """Per kind, [pairs]: what the state leaves. Kinds of one capacity share one array."""
         geometry, kinds = self.geometry, self.problem.kinds
         gradient = geometry.crossed @ self.problem.gradient_bytes
         fixed = (
@@ -252,18 +258,27 @@ class StageTable:
         return self.geometry.recomputed(self.problem.recompute.storage_bytes)
 
     @cached_property
-    def transient_bytes(self) -> FloatArray:
-        """[pairs] alive while the backward of such a stage runs."""
+    def working_bytes(self) -> FloatArray:
+        """[pairs] alive while the backward of the stage runs, beyond what was kept for it."""
+        return self.geometry.working(self.problem.working)
+
+    @cached_property
+    def working_again_bytes(self) -> FloatArray:
+        """[pairs] of a stage that computes its blocks again."""
         assert self.problem.recompute is not None
-        largest = self.geometry.largest(self.problem.recompute.transient_bytes)
-        return largest + self.deferred_bytes if self.problem.moments else largest
+        peak = self.geometry.working(self.problem.recompute.working)
+        return peak + self.deferred_bytes if self.problem.moments else peak
+
+    def room_bytes(self, kind: int, again: bool) -> FloatArray:
+        """[pairs] the room on the kind for what forwards keep. ``again``: of a stage that computes its blocks again."""
+        return self.free_bytes[kind] - (self.working_again_bytes if again else self.working_bytes)
 
     def fits(self, kind: int, moments: Sequence[Held], *, again: bool = False) -> BoolArray:
         """[pairs] whether the stage fits the kind's memory at all of these moments.
 
         ``again``: computing its blocks again in backward.
         """
-        free = self.free_bytes[kind] - self.transient_bytes if again else self.free_bytes[kind]
+        free = self.room_bytes(kind, again)
         held = self.held_again_bytes if again else self.held_bytes
         fitting = free >= 0
         for whole, weights in moments:

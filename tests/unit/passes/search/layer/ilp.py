@@ -17,7 +17,8 @@ An independent formulation, by units instead of cuts; k counts stages from the e
     o[k] ∈ {0,1}        cut k is charged to its later or its earlier stage:
                         later[k] ≥ x[k] - M·o[k],  earlier[k] ≥ x[k] - M(1 - o[k])
     g[k] ∈ {0,1}        stage k computes its blocks again: t[k] grows by their second forward, and its memory is that of
-                        h'[i,k] (as h, over ``structure.recomputed``) and e[k] ≥ transient[u]·z[u,k]
+                        h'[i,k] (as h, over ``structure.recomputed``) and f[k]
+    e[k], f[k]          what it holds while its backward runs: e[k] ≥ beside[u]·z[u,k] - Σ_{v > u} freed[v]·z[v,k]
     minimize            fill·Σ(t + x) + (m - fill)·v·T
 """
 
@@ -32,7 +33,7 @@ import pulp
 
 from cost_models.arrays import FloatArray
 from passes.search.ilp import IntegerProgram, Variable
-from passes.search.layer.problem import LayerProblem, StageSplit, evaluate
+from passes.search.layer.problem import LayerProblem, StageSplit, Working, evaluate
 from passes.search.touches import Touch
 
 
@@ -240,19 +241,20 @@ class _Model:
             )
             deferred = self._touched("w", problem.structure.deferred, problem.deferred_bytes / scale, k)
             fixed = state + gradients
-            self._fits(k, fixed, held, deferred, problem.storage_bytes, self.again[k])
+            kept_beside = fixed + self._working("e", problem.working, k)
+            self._fits(k, kept_beside, held, deferred, problem.storage_bytes, self.again[k])
             if problem.recompute is not None:
                 kept = problem.recompute.storage_bytes
                 inputs = self._touched("i", problem.structure.recomputed, kept / scale, k)
-                fixed = fixed + self._transient(k) + (deferred if problem.moments else 0)
+                again_beside = self._working("f", problem.recompute.working, k)
+                fixed = fixed + again_beside + (deferred if problem.moments else 0)
                 self._fits(k, fixed, inputs, deferred, kept, 1 - self.again[k])
 
     def _fits(self, k: int, fixed: Any, held: Any, deferred: Any, sizes: FloatArray, unless: Any) -> None:
         """At every moment of stage k, on the kind it has; not asked for where ``unless`` is 1."""
         problem, scale = self.problem, self.byte_scale
         most = problem.state_bytes.sum() + 2 * problem.gradient_bytes.sum() + problem.deferred_bytes.sum()
-        if problem.recompute is not None:
-            most += problem.recompute.transient_bytes.max()
+        most += max(w.beside_bytes.max() for w in (problem.working, *self._again_working()))
         for whole, weights in problem.held_at(k):
             used = fixed + whole * held + weights * deferred
             large = float(most + whole * sizes.sum() + weights * problem.deferred_bytes.sum())
@@ -261,12 +263,19 @@ class _Model:
                     slack = large / scale * (1 - self.a[k, d] + unless)
                     self._row(used, "<=", kind.capacity_bytes / scale + slack)
 
-    def _transient(self, k: int) -> Any:
-        """e[k]: what the largest block of the stage saves while its backward runs."""
-        assert self.problem.recompute is not None
-        largest = self._real(f"e_{k}")
-        for u, size in enumerate(self.problem.recompute.transient_bytes.tolist()):
-            self._row(largest, ">=", size / self.byte_scale * self.z[u, k])
+    def _again_working(self) -> list[Working]:
+        return [] if self.problem.recompute is None else [self.problem.recompute.working]
+
+    def _working(self, prefix: str, working: Working, k: int) -> Any:
+        """e[k] or f[k]: what the stage holds while its backward runs."""
+        largest = self._real(f"{prefix}_{k}")
+        for u in range(self.units):
+            freed = (
+                float(working.freed_bytes[v]) / self.byte_scale * self.z[v, k]
+                for v in range(u + 1, self.units)
+            )
+            beside = float(working.beside_bytes[u]) / self.byte_scale
+            self._row(largest, ">=", beside * self.z[u, k] - pulp.lpSum(freed))
         return largest
 
     def _touched(self, prefix: str, touches: tuple[Touch, ...], sizes: Any, k: int) -> Any:

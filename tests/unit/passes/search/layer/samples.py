@@ -16,6 +16,7 @@ from passes.search.layer.problem import (
     LayerStructure,
     Recompute,
     StageSplit,
+    Working,
     evaluate,
 )
 from passes.search.layer.tuning import TUNING
@@ -95,6 +96,7 @@ def random_problem(
         state_bytes=state_bytes,
         forward_bytes=rng.integers(0, 9, len(crossings)).astype(float),
         gradient_bytes=rng.integers(0, 9, len(crossings)).astype(float),
+        working=_working(rng, n) if rng.random() < 0.7 else Working.none(n),
         kinds=kinds,
         link_latency_seconds=rng.integers(0, 3, (size, size)).astype(float),
         link_seconds_per_byte=rng.integers(0, 5, (size, size)) / 4,
@@ -118,9 +120,13 @@ def _recompute(rng: np.random.Generator, structure: LayerStructure, rows: int, a
     return Recompute(
         seconds=rng.integers(0, 4, (rows, n)).astype(float),
         storage_bytes=rng.integers(0, 4, len(structure.storages)).astype(float),
-        transient_bytes=rng.integers(0, 5, n).astype(float),
+        working=_working(rng, n),
         always=always,
     )
+
+
+def _working(rng: np.random.Generator, units: int) -> Working:
+    return Working(rng.integers(0, 6, units).astype(float), rng.integers(0, 4, units).astype(float))
 
 
 def _capacity(rng: np.random.Generator, demand: float, tight: bool) -> float:

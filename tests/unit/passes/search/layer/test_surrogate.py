@@ -12,7 +12,14 @@ import numpy as np
 import pytest
 
 from cost_models.links import Link, Path
-from passes.search.layer.problem import DevicePool, LayerProblem, LayerStructure, StageSplit, evaluate
+from passes.search.layer.problem import (
+    DevicePool,
+    LayerProblem,
+    LayerStructure,
+    StageSplit,
+    Working,
+    evaluate,
+)
 from passes.search.touches import Crossing
 from runtime.program.order import build_programs
 from runtime.program.program import Segment, SegmentCost, SegmentGraph, Value
@@ -49,6 +56,7 @@ def pipeline(stages: list[int], cuts: list[int]) -> LayerProblem:
         state_bytes=np.zeros(0),
         forward_bytes=bytes_each,
         gradient_bytes=bytes_each,
+        working=Working.none(p),
         kinds=tuple(DevicePool(f"rank {r}", 0, math.inf) for r in range(p)),
         link_latency_seconds=np.zeros((p, p)),
         link_seconds_per_byte=rate,

@@ -94,13 +94,14 @@ def _op(graph: fx.Graph, target: object, args: tuple[fx.Node, ...], path: str, w
 @dataclass(frozen=True, eq=False)
 class ToyTable:
     output_bytes: np.ndarray
+    backward_peak_bytes: np.ndarray
 
 
 @dataclass(frozen=True, eq=False)
 class ToyCosts:
     """Linear ops take a second per sample at 1 FLOP/s, others a hundredth; backward twice the forward.
 
-    Every op saves its result: ``value_bytes`` per sample.
+    Every op saves its result: ``value_bytes`` per sample. A backward writes its operand's gradient over its result's.
     """
 
     graph: OpGraph
@@ -136,7 +137,11 @@ class ToyCosts:
         return {name: i for i, name in enumerate(self.ops)}
 
     def at(self, batch_size: int) -> ToyTable:
-        return ToyTable(np.full(len(self.ops), float(batch_size * self.value_bytes)))
+        ops = len(self.ops)
+        return ToyTable(np.full(ops, float(batch_size * self.value_bytes)), np.zeros(ops))
+
+    def exact(self, batch_size: int) -> ToyCosts:
+        return self
 
     def storage_bytes(self, batch_size: int) -> dict[str, int]:
         return dict.fromkeys(self.ops, batch_size * self.value_bytes)
@@ -204,10 +209,12 @@ class ToyJudge(Judge):
         p = len(candidate.ranks)
         segments = []
         state = [0.0] * len(self.cluster.devices)
+        gradient = [0.0] * len(self.cluster.devices)
         for stage, rank in enumerate(candidate.ranks):
             s = self.costs.seconds(size, self.cluster.devices[rank])
             mine = [i for i, name in enumerate(self.costs.ops) if candidate.stage_of.get(name) == stage]
             state[rank] += self._held(candidate, stage) * size * self.costs.value_bytes
+            gradient[rank] = size * self.costs.value_bytes
             segments.append(
                 Segment(
                     stage,
@@ -220,7 +227,8 @@ class ToyJudge(Judge):
         values = tuple(Value(f"v{s}", s, (s + 1,), 1, True) for s in range(p - 1))
         plan = SegmentGraph(tuple(segments), values, len(self.cluster.devices))
         orders = SCHEDULES[candidate.schedule].order(plan, candidate.microbatches)
-        peak = [int(self.memory_factor * (x + self._state(candidate, r))) for r, x in enumerate(state)]
+        held = map(sum, zip(state, gradient, strict=True))
+        peak = [int(self.memory_factor * (x + self._state(candidate, r))) for r, x in enumerate(held)]
         over = overflow_bytes(peak, self.cluster.devices)
         return Simulated(candidate, _clock(plan, orders), peak, over)
 
