@@ -81,7 +81,7 @@ class Geometry:
         return peak
 
     def _working_of_intervals(self, working: Working) -> FloatArray:
-        """Return the largest beside(u) + f(u + 1) of each interval [i, j), less f(j): f(j) is freed by the first j units."""
+        """Return the largest beside(u) + f(u + 1) of each interval [i, j), less f(j); f(j): freed by the first j units."""
         n = self.structure.units
         freed = np.append(0.0, np.cumsum(working.freed_bytes))
         plane = np.zeros((n + 1, n + 1))
