@@ -26,7 +26,7 @@ import torch
 from benchmarks.bootstrap import median_ratio
 from benchmarks.overlap_rank import prepare_both, take_turns, without
 from benchmarks.prediction import calibrated
-from benchmarks.prediction_hybrid import HybridCase
+from benchmarks.prediction_plans import PlanCase, fixed
 from cost_models.calibration import VARIABLE
 from cost_models.cluster import ClusterSpec
 from runtime.ranks.launch import WorkerPool
@@ -42,7 +42,7 @@ class Case:
     """One plan and one overlap. Seconds of each turn: of the slowest rank, and of both ranks' processors."""
 
     overlap: str
-    plan: HybridCase
+    plan: PlanCase
     ranks: int
     seconds: tuple[list[float], list[float]] = field(default_factory=lambda: ([], []))
     processor: tuple[list[float], list[float]] = field(default_factory=lambda: ([], []))
@@ -56,7 +56,7 @@ class Case:
 def cases() -> list[Case]:
     """All plans."""
     return [
-        Case(overlap, HybridCase(model, "1f1b", count, size, fix=fix), 2 if "pipeline=1" in fix else 4)
+        Case(overlap, fixed(model, fix, "1f1b", count, size), 2 if "pipeline=1" in fix else 4)
         for overlap, model, count, size, fix in (
             ("input gradients", "gpt2-small", 1, 8, "pipeline=1 tensor=2"),
             ("input gradients", "llama-small", 1, 8, "pipeline=1 tensor=2"),

@@ -26,8 +26,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.prediction_hybrid import RANKS, hybrid_cases
-from benchmarks.prediction_plans import PlanCase, plan_cases
+from benchmarks.prediction_plans import WORKERS_OF_HYBRID, PlanCase, hybrid_cases, plan_cases
 from benchmarks.prediction_rank import (
     RankSteps,
     busy_seconds,
@@ -102,7 +101,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if options.residuals and options.only != "*":
         parser.error("--residuals replaces all rows of this benchmark: leave out --only")
     known: Sequence[PlanCase] = hybrid_cases() if options.hybrid else plan_cases()
-    workers = RANKS if options.hybrid else 2
+    workers = WORKERS_OF_HYBRID if options.hybrid else 2
     cases = [case for case in known if fnmatch.fnmatch(case.name, options.only)]
     if not cases:
         names = ", ".join(case.name for case in known)
