@@ -27,6 +27,7 @@ from passes.graph.user_code import line_in
 from passes.trace.export import OutputRecord
 from passes.trace.names import StateNames
 from passes.trace.normal.functional import functionalize
+from passes.trace.normal.masks import simplify_masks
 from passes.trace.normal.simplify import simplify
 from passes.trace.opaque.cross import restore
 from passes.trace.opaque.refused import OPAQUE_ADVICE, PartError, blamed, without_slices
@@ -76,8 +77,8 @@ def convert(
     opaque: Mapping[str, Opaque],
     attributes: Mapping[str, Tensor],
 ) -> Converted:
-    """Name inputs, merge ties, run ``simplify``, ``remake_views``, ``functionalize`` and ``canonical_sizes``, note where
-    every node comes from.
+    """Name inputs, merge ties, run ``simplify``, ``remake_views``, ``functionalize``, ``simplify_masks`` and
+    ``canonical_sizes``, note where every node comes from.
 
     ``attributes``: what the model itself has where the trace saw a stand-in of a plain attribute, by name.
     """
@@ -98,6 +99,7 @@ def convert(
     parameters = [i.node for i in stands_for.values() if i.kind == "parameter"]
     names = {i.node: i.name for i in stands_for.values()}
     module, written = functionalize(module, buffers, names, parameters)
+    simplify_masks(module.graph)
     _annotate(module.graph, fake_mode, model)
     outputs = _outputs(module, record, written)
     batch = [node for node, entry in stands_for.items() if entry.kind == "batch"]
