@@ -42,6 +42,11 @@ OpClass: TypeAlias = Literal["matmul", "attention", "conv", "memory"]
 VECTOR_TYPES = (torch.float32, torch.float64, torch.complex64, torch.complex128)
 """Types that a GPU multiplies in its plain cores, unless it is told to use others (tf32)."""
 
+MOST_ALIGNED_SHARE = 1 / 0.89
+"""The largest share of a product whose rows begin at multiples of 16 bytes (its source: ``passes.costs.kernels``).
+
+Others run on the instructions of earlier cards, which a newer one has at a lower rate: its efficiency "unaligned"."""
+
 IndexArray: TypeAlias = NDArray[np.intp] | NDArray[np.bool_]
 
 
@@ -58,7 +63,7 @@ class ComputeDevice(Protocol):
     def kernel_overhead_seconds(self) -> float: ...
     @property
     def efficiency(self) -> Mapping[str, float]: ...
-    def peak_flops(self, dtype: torch.dtype) -> float: ...
+    def peak_flops(self, dtype: torch.dtype, *, allow_tf32: bool = False) -> float: ...
 
 
 @dataclass(frozen=True)
@@ -108,12 +113,24 @@ def kernel_seconds(
     arithmetic = np.asarray(flops, dtype=np.float64)
     if not arithmetic.any():  # do not ask a device for the rate of a type it cannot multiply
         return memory
-    rate = (
-        device.peak_flops(dtype) * device.efficiency[efficiency_name(device.kind, op_class, dtype, backward)]
-    )
-    computing = share * arithmetic / rate
+    computing = share * arithmetic / arithmetic_rate(device, dtype, op_class, backward)
+    if op_class == "matmul":
+        computing = computing / np.where(
+            np.asarray(share) > MOST_ALIGNED_SHARE, device.efficiency["unaligned"], 1.0
+        )
     kernel: FloatArray = computing + memory if device.kind == "cuda" else np.maximum(computing, memory)
     return kernel
+
+
+def arithmetic_rate(device: ComputeDevice, dtype: torch.dtype, op_class: OpClass, backward: bool) -> float:
+    """Return the FLOP/s of a class of op, not "memory". Convolutions of float32 take tf32 where the device has it.
+
+    That is torch's default (``torch.backends.cudnn.allow_tf32``); products take it only if they are told to.
+    """
+    peak = device.peak_flops(dtype, allow_tf32=op_class == "conv")
+    narrower = peak != device.peak_flops(dtype)
+    name = "conv" if narrower else efficiency_name(device.kind, op_class, dtype, backward)
+    return peak * device.efficiency[name]
 
 
 def efficiency_name(
@@ -162,6 +179,11 @@ OPTIMIZER_PASSES: Mapping[str, int] = MappingProxyType(
 """Times that the bytes of the trained parameters are read or written by ``torch.optim`` with ``foreach``, its default on
 GPUs: the operands and results of the kernels of ``_multi_tensor_sgd`` and ``_multi_tensor_adam``. AdamW: decay 2, first
 moment 3, second 2 + 3, its root 2, two kernels on that 4, update 4. Fused ones: 7."""
+OPTIMIZER_LAUNCHES: Mapping[str, float] = MappingProxyType(
+    {"sgd": 0.16, "momentum": 0.35, "adam": 1.2, "adamw": 1.2, "amsgrad": 1.2}
+)
+"""The host's time for each tensor of parameters in these steps, in launches of an op: 2.3, 5.1, 17.8, 17.3 us beside 14.5
+on an H100's host (``make gpu``, docs/10). It does not pass beside the device's: the executor waits for that before."""
 
 
 def optimizer_seconds(
@@ -170,7 +192,8 @@ def optimizer_seconds(
     """Time of an optimizer step, bound by memory: parameters and state read and written, gradients read once.
 
     ``t = (passes · trained + cast) / (B · e_memory)`` with B the memory bandwidth in bytes/s. On a GPU ``passes`` are those
-    of torch's default implementation, kernel by kernel over many tensors (``OPTIMIZER_PASSES``); elsewhere, where small
+    of torch's default implementation, kernel by kernel over many tensors (``OPTIMIZER_PASSES``), and the host's time for
+    each of ``tensors`` adds (``OPTIMIZER_LAUNCHES``); elsewhere, where small
     tensors stay in caches from one kernel to the next, and for other optimizers ``passes · trained = 3·trained + 2·state``,
     as if all was done at once. Gradients have the owners' type by then, ``cast`` is the traffic of the casts to it and of
     the updated owners to the leaves. Frozen parameters are not touched.
@@ -184,5 +207,7 @@ def optimizer_seconds(
         step = tensors * measured.overhead_seconds + state.trained * measured.seconds_per_byte
         return step + state.cast / bandwidth
     passes = OPTIMIZER_PASSES.get(optimizer or "") if device.kind == "cuda" else None
-    touched = 3 * state.trained + 2 * state.optimizer_state if passes is None else passes * state.trained
-    return (touched + state.cast) / bandwidth
+    if passes is None:
+        return (3 * state.trained + 2 * state.optimizer_state + state.cast) / bandwidth
+    host = tensors * OPTIMIZER_LAUNCHES[optimizer or ""] * device.launch_overhead_seconds
+    return host + (passes * state.trained + state.cast) / bandwidth

@@ -16,9 +16,10 @@ DeviceKind: TypeAlias = Literal["cuda", "cpu"]
 RATE_NAMES = ("float64", "float32", "tf32", "bfloat16", "float16", "float8")
 """Keys of ``flops`` in a cluster file. ``tf32`` is a way to multiply float32, not a dtype."""
 
-EFFICIENCY_NAMES = ("matmul", "attention", "attention_backward", "conv", "vector", "memory")
+EFFICIENCY_NAMES = ("matmul", "attention", "attention_backward", "conv", "vector", "memory", "unaligned")
 """Keys of ``efficiency``: the part of the peak that each kind of kernel reaches. ``vector``: products and convolutions in
-float32 and float64, where a GPU's peak is that of its plain cores and easier to reach."""
+float32 and float64, where a GPU's peak is that of its plain cores and easier to reach. ``unaligned``: the part of "matmul"
+that is left where rows do not begin at multiples of 16 bytes, beside what that costs an A100."""
 
 DEFAULT_EFFICIENCY: Mapping[DeviceKind, Mapping[str, float]] = {
     # Rules of thumb, not measurements of your machine: calibrate to replace them.
@@ -33,6 +34,7 @@ DEFAULT_EFFICIENCY: Mapping[DeviceKind, Mapping[str, float]] = {
         "conv": 0.5,
         "vector": 0.9,
         "memory": 0.8,
+        "unaligned": 1.0,
     },
     # A CPU worker's peak is itself a measured matmul rate, so matmul is 1.
     "cpu": {
@@ -42,6 +44,7 @@ DEFAULT_EFFICIENCY: Mapping[DeviceKind, Mapping[str, float]] = {
         "conv": 1.0,
         "vector": 1.0,
         "memory": 1.0,
+        "unaligned": 1.0,
     },
 }
 

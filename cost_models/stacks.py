@@ -19,6 +19,10 @@ Sources
     [FIT]    fitted on the published runs of llm-foundry of 2023 (``python -m benchmarks.published``): its attention kernels
              are older than FlashAttention-2
     [MM32]   float32 products: 51.5 of 67 TFLOP/s (pytorch's and Triton's issues; A100 0.90 to 0.97, V100 0.89)
+    [CONV]   float32 convolutions as torch runs them (tf32, cuDNN 9.19, torch 2.11), 64 to 1,024 channels of an H100: 0.19
+             to 0.41 of the tf32 peak, copies to the order of channels last included (``make gpu``, docs/10)
+    [ODD]    bfloat16 products on an H100 whose rows do not begin at 16 bytes: 0.34 to 0.40 of the speed of others with
+             even, 0.13 to 0.19 with odd numbers of columns (torch 2.11, as above), where an A100 has 0.55 and 0.29
     [COPY]   copies and elementwise kernels: V100 0.82 to 0.87 of the data sheet's bandwidth, A100 with 40 GB 0.87, with
              80 GB 0.73 to 0.79, H100 0.78 to 0.90 (BabelStream's threads, mli/transformers-benchmarks, KernelBench)
 """
@@ -36,9 +40,11 @@ _H100 = {
     "matmul": 0.70,
     "attention": 0.33,
     "attention_backward": 0.30,
+    "conv": 0.35,
     "vector": 0.77,
     "memory": 0.80,
-}  # [ML] [FA2] [MM32] [COPY]
+    "unaligned": 0.6,
+}  # [ML] [FA2] [CONV] [MM32] [COPY] [ODD]
 _V100 = {"matmul": 0.71, "memory": 0.85}  # [COOK] [COPY]
 _A100_2023 = {"attention": 0.37, "attention_backward": 0.28, "memory": 0.75}  # [FIT] [FIT] [COPY]
 _H100_2023 = {

@@ -103,11 +103,11 @@ def device_cases(numbers: Iterable[Number] = NUMBERS, *, short: bool = False) ->
             cases.append(_linear(number, *shape))
         if not short:
             cases += [_batched(number, *shape) for shape in BATCHED]
+        cases += [_conv(number, *shape) for shape in (IMAGES[1:2] if short else IMAGES)]
         if number == "tf32":
             continue
         for attention in ATTENTION[:1] if short else ATTENTION:
             cases += _attentions(number, attention)
-        cases += [_conv(number, *shape) for shape in (IMAGES[1:2] if short else IMAGES)]
         if number == "float16":  # what only moves bytes takes as long as in bfloat16
             continue
         for count in ELEMENTS[1:] if short else ELEMENTS:

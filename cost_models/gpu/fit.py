@@ -73,7 +73,7 @@ def fit(profile: GpuProfile, device: Device, names: Collection[str] | None = Non
                 continue
             rest = part.seconds - kernel - part.moved_bytes / (bandwidth * memory)
             if rest > _DOMINATES * part.seconds:
-                peak = device.peak_flops(_dtype(record))
+                peak = device.flops_per_second[record.number]
                 shares[name].append(record.share * part.flops / (peak * rest))
     efficiency = {name: min(1.0, statistics.median(found)) for name, found in shares.items() if found}
     if moving:
@@ -127,7 +127,11 @@ def _dtype(record: Measured) -> torch.dtype:
 def _efficiency_of(record: Measured, phase: str, device: Device) -> str | None:
     """Return the key of the efficiency that a record tells of; None for what the device's rates do not speak of."""
     op_class = _CLASS.get(record.kind)
-    if op_class is None or record.number == "tf32" or not device.supports(_dtype(record)):
+    if (
+        record.number == "tf32"
+    ):  # convolutions take it unless they are told not to, products only if they are told to
+        return "conv" if op_class == "conv" and "tf32" in device.flops_per_second else None
+    if op_class is None or not device.supports(_dtype(record)):
         return None
     if op_class == "attention" and record.number == "float32":
         return None  # one number stands for all types, and models attend in 16 bits

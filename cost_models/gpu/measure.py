@@ -48,25 +48,30 @@ def _measured(case: DeviceCase, work: CaseWork, device: torch.device) -> Measure
     if trained and any(backward):
         size = sum(t.numel() * t.itemsize for t in (*operands, result))
         graphs = int(max(1, min(_MOST_GRAPHS, _MOST_GRAPH_BYTES // max(1, size))))
-        for tensor in trained:
-            tensor.grad = torch.zeros_like(tensor)
         parts["backward"] = Part(
             flops=backward[0],
             moved_bytes=backward[1],
-            seconds=_backward_seconds(case, operands, torch.ones_like(result), graphs, device),
+            seconds=_backward_seconds(case, operands, trained, torch.ones_like(result), graphs, device),
         )
     return _record(case).model_copy(update={"parts": parts})
 
 
 def _backward_seconds(
-    case: DeviceCase, operands: Sequence[Tensor], gradient: Tensor, graphs: int, device: torch.device
+    case: DeviceCase,
+    operands: Sequence[Tensor],
+    trained: Sequence[Tensor],
+    gradient: Tensor,
+    graphs: int,
+    device: torch.device,
 ) -> float:
-    """Time backwards of graphs that were made before: the median over rounds. Gradients are added to earlier ones."""
+    """Time backwards of graphs that were made before: the median over rounds. Gradients are new, not added to others."""
     found = []
     for _ in range(ROUNDS + 1):
         results = [case.op.call(*operands) for _ in range(graphs + 1)]
 
         def backward(results: list[Tensor] = results) -> None:
+            for tensor in trained:
+                tensor.grad = None
             torch.autograd.backward([results.pop()], [gradient])
 
         synchronize(device)

@@ -84,7 +84,9 @@ class OpRates:
         """List all that seconds depend on: equal devices share what is computed for one of them."""
         efficiency = tuple(sorted(device.efficiency.items()))
         peaks = tuple(
-            device.peak_flops(dtype) for dtype, op_class in _sorted_rates(self.bounds) if op_class != "memory"
+            device.peak_flops(dtype, allow_tf32=op_class == "conv")
+            for dtype, op_class in _sorted_rates(self.bounds)
+            if op_class != "memory"
         )
         bandwidth = device.memory_bandwidth_bytes_per_second
         times = getattr(device, "op_times", None)

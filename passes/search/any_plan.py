@@ -255,7 +255,8 @@ def _rates(graph: OpGraph, costs: GraphCosts, job: Job, device: Device) -> _Rate
         if op_class == "memory":
             continue
         if least is None:
-            per_flop[number] = costs.rates.shares[number] / (device.peak_flops(dtype) * arithmetic)
+            peak = device.peak_flops(dtype, allow_tf32=op_class == "conv")
+            per_flop[number] = costs.rates.shares[number] / (peak * arithmetic)
         else:
             per_flop[number] = least.per_flop * device.peak_flops(torch.float32) / device.peak_flops(dtype)
     if least is None:

@@ -13,6 +13,7 @@ from cost_models.compute import optimizer_seconds
 from cost_models.conversion import data_parallel_seconds
 from cost_models.devices import Device
 from cost_models.memory import StateBytes
+from passes.costs.backward_peak import backward_peak
 from passes.costs.costs import GraphCosts
 from passes.graph.graph import OpGraph
 from passes.lower.job import Job
@@ -82,7 +83,7 @@ def _replica(
     counts = [2**power for power in range(MAX_DOUBLINGS) if 2**power <= batch]
     for microbatches in counts:
         size = -(-batch // microbatches)
-        peak = state.total + costs.held_bytes(every_op, size).saved
+        peak = _peak_bytes(graph, costs, state, size, microbatches)
         if peak > capacity and microbatches != counts[-1]:
             continue
         seconds = []
@@ -94,6 +95,15 @@ def _replica(
         fits = peak <= capacity
         return Baseline(strategy, fits, max(seconds) + reduce_seconds, peak, capacity, microbatches)
     raise AssertionError("a batch has at least one sample")
+
+
+def _peak_bytes(graph: OpGraph, costs: GraphCosts, state: StateBytes, samples: int, microbatches: int) -> int:
+    """Return the most that a replica holds: in the first backward gradients come one by one, in others they are there."""
+    saved = costs.held_bytes(range(len(graph.ops)), samples).saved
+    backward = backward_peak(graph, costs, range(len(graph.ops)), samples)
+    first = state.total - backward.gradient_bytes + saved + backward.first_bytes
+    later = state.total + saved + backward.later_bytes
+    return max(state.total, first, later if microbatches > 1 else 0)
 
 
 def _kind(device: Device) -> tuple[object, ...]:

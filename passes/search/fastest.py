@@ -16,7 +16,7 @@ from typing import Any
 
 from passes.interrupts import keep_from_here, may_be_lost
 from passes.progress import report_phase, report_simulating
-from passes.search.certificate import BoundTerm, Certificate, relative_gap
+from passes.search.certificate import ROUNDING, BoundTerm, Certificate, relative_gap
 from passes.search.judge import MEMORY_ROUNDS, Judge, Simulated, memory_rounds
 from passes.search.outcome import Label, Outcome, RunnerUp
 from passes.search.provider import Judged, Proposal, Provider, SolvedT, Valued
@@ -97,9 +97,11 @@ class _Search:
 
     @property
     def best(self) -> tuple[Provider[Any], Judged[Any]] | None:
-        """The fastest that fits."""
+        """The fastest that fits; of those that are equally fast but for rounding, the one that holds least."""
         fitting = [own for own in self.tried if own[1].simulated.fits]
-        return min(fitting, key=lambda own: own[1].simulated.step_seconds, default=None)
+        least = min((own[1].simulated.step_seconds for own in fitting), default=math.inf)
+        fastest = [own for own in fitting if own[1].simulated.step_seconds <= least * (1 + ROUNDING)]
+        return min(fastest, key=lambda own: max(own[1].simulated.peak_bytes), default=None)
 
     @property
     def best_seconds(self) -> float:

@@ -92,10 +92,10 @@ def test_what_an_expert_asks_for_is_said(plan: Plan) -> None:
 
 def test_baselines_say_whether_they_fit() -> None:
     small = TWO.to_dict()
-    small["nodes"][0]["device"] = {"preset": "A100-40GB", "memory": "4.2MiB", "memory_reserved": 0}
+    small["nodes"][0]["device"] = {"preset": "A100-40GB", "memory": "5MiB", "memory_reserved": 0}
     wide = Workload(Net(60_000), batch())
     found = partition(
-        wide, ClusterSpec.model_validate(small), batch_size=2, optimizer_memory="none"
+        wide, ClusterSpec.model_validate(small), batch_size=16, optimizer_memory="none"
     ).alternatives
     reasons = {other.strategy: (other.feasible, other.reason) for other in found}
     assert not reasons["one device"][0]
