@@ -1,6 +1,7 @@
 """Everything that wants one CUDA device, in at most eight minutes: tests, a calibration, predicted beside measured.
 
     make gpu                = python -m benchmarks.gpu [--json gpu-figures.json] [--only GLOB]
+    python -m benchmarks.gpu --again benchmarks/data/h100-80gb.json     its models predicted anew, on any machine
 
 tests          tests/gpu, by pytest
 calibration    partitioner calibrate --device cuda --short
@@ -31,7 +32,8 @@ from xml.etree import ElementTree
 
 import torch
 
-from benchmarks.gpu_models import MODELS
+from benchmarks.gpu_models import MODELS, predicted_again
+from cost_models.gpu.profile import GpuProfile
 
 LIMIT_SECONDS = 460.0
 """Eight minutes, less the grace of a last part and the start of this process."""
@@ -162,12 +164,31 @@ def table(found: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
+def again(found: dict[str, Any]) -> dict[str, Any]:
+    """Predict the measured models of earlier figures anew, at default costs and at those of their calibration."""
+    profile = GpuProfile.model_validate(found["parts"]["calibration"]["figures"])
+    parts = {}
+    for name, part in found["parts"].items():
+        row = part.get("figures", {})
+        if name.startswith("model ") and "measured" in row:
+            predicted = predicted_again(MODELS[name.removeprefix("model ")], profile)
+            part = {**part, "figures": {**row, "predicted": predicted}}
+        parts[name] = part
+    return {**found, "parts": parts}
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run all parts on this machine's GPU; without one, say so and claim nothing."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--json", type=Path, default=Path("gpu-figures.json"), help="the file of all figures")
     parser.add_argument("--only", default="*", help="glob over the names of parts")
+    parser.add_argument(
+        "--again", type=Path, help="predict the models of this file of figures anew; needs no GPU"
+    )
     options = parser.parse_args(arguments)
+    if options.again is not None:
+        print(table(again(json.loads(options.again.read_text()))))
+        return 0
     if not torch.cuda.is_available():
         print(f"torch {torch.__version__} sees no CUDA device: nothing was run, and nothing is claimed")
         return 0

@@ -94,10 +94,14 @@ def cluster_of(device: torch.device) -> ClusterSpec:
     if device.type != "cuda":
         return ClusterSpec.local(1)
     properties = torch.cuda.get_device_properties(device)
-    preset = preset_of(properties.name, properties.total_memory)
+    return _cluster_of_card(properties.name, properties.total_memory)
+
+
+def _cluster_of_card(card: str, memory_bytes: int) -> ClusterSpec:
+    preset = preset_of(card, memory_bytes)
     if preset is None:
         raise SystemExit(
-            f"there is no preset of {properties.name} with {properties.total_memory:,} bytes; "
+            f"there is no preset of {card} with {memory_bytes:,} bytes; "
             f"predictions need one of {', '.join(DEVICES)}"
         )
     return ClusterSpec.one_node(preset, 1)
@@ -115,15 +119,7 @@ def figures_of(
     First the prediction at default costs, then the measurement by that plan, last the prediction at measured costs.
     """
     workload = model.load()
-    graph = as_graph(workload, precision=model.precision, check="off")  # compared elsewhere; it takes minutes
-    plan = partial(
-        partition,
-        graph,
-        batch_size=model.batch_size,
-        microbatches=model.microbatches,
-        precision=model.precision,
-        optimizer_memory="adamw",
-    )
+    graph, plan = _planner(model, workload)
     defaults = plan(cluster)
     row: dict[str, Any] = {
         "batch_size": model.batch_size,
@@ -137,6 +133,30 @@ def figures_of(
     if calibrate is not None:
         row["predicted"]["calibrated"] = _predicted(plan(calibrate(cluster)))
         yield row
+
+
+def predicted_again(model: GpuModel, profile: GpuProfile) -> dict[str, Any]:
+    """Predict a model on the card of a profile, at the default costs and at the profile's."""
+    _, plan = _planner(model, model.load())
+    cluster = _cluster_of_card(profile.machine.card, profile.machine.memory_bytes)
+    return {
+        "defaults": _predicted(plan(cluster)),
+        "calibrated": _predicted(plan(calibrated(cluster, profile))),
+    }
+
+
+def _planner(model: GpuModel, workload: Workload) -> tuple[OpGraph, Callable[[ClusterSpec], Plan]]:
+    """Trace the model; return the graph, and what plans it on a cluster."""
+    graph = as_graph(workload, precision=model.precision, check="off")  # compared elsewhere; it takes minutes
+    plan = partial(
+        partition,
+        graph,
+        batch_size=model.batch_size,
+        microbatches=model.microbatches,
+        precision=model.precision,
+        optimizer_memory="adamw",
+    )
+    return graph, plan
 
 
 def _measured(

@@ -23,6 +23,9 @@ class StandIn:
     kernel_overhead_seconds: float = 0.0
     efficiency: Mapping[str, float] = field(default_factory=lambda: dict(ALL))
     peak: float = 1e9
+    tf32_peak: float | None = None
 
-    def peak_flops(self, dtype: torch.dtype) -> float:
+    def peak_flops(self, dtype: torch.dtype, *, allow_tf32: bool = False) -> float:
+        if allow_tf32 and dtype == torch.float32 and self.tf32_peak is not None:
+            return self.tf32_peak
         return self.peak if dtype != torch.float64 else self.peak / 2

@@ -11,6 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from cost_models.compute import (
+    MOST_ALIGNED_SHARE,
     OPTIMIZER_PASSES,
     PhaseSeconds,
     additive_seconds,
@@ -42,6 +43,21 @@ def test_arithmetic_and_memory_traffic_add_up_on_a_gpu():
     assert kernel_seconds(1e9, 3e9, device, torch.float32, "matmul") == 4.0
 
 
+def test_convolutions_of_float32_take_tf32_where_there_is_one():
+    efficiency = {**ALL, "conv": 0.5, "vector": 0.25}
+    ampere, volta = StandIn(efficiency=efficiency, tf32_peak=8e9), StandIn(efficiency=efficiency)
+    assert kernel_seconds(1e9, 0, ampere, torch.float32, "conv") == 0.25
+    assert kernel_seconds(1e9, 0, volta, torch.float32, "conv") == 4.0
+    assert kernel_seconds(1e9, 0, ampere, torch.float32, "matmul") == 4.0
+
+
+def test_products_of_unaligned_rows_lose_what_the_card_loses():
+    device = StandIn(efficiency={**ALL, "unaligned": 0.5})
+    shares = np.array([1.0, MOST_ALIGNED_SHARE, 2.0])
+    found = kernel_seconds(np.full(3, 1e9), np.zeros(3), device, torch.bfloat16, "matmul", share=shares)
+    assert found == pytest.approx([1.0, MOST_ALIGNED_SHARE, 4.0])
+
+
 def test_a_causal_mask_leaves_half_of_the_arithmetic():
     assert kernel_seconds(2e9, 1e9, StandIn(), torch.float32, "attention", share=0.5) == 2.0
 
@@ -65,7 +81,7 @@ def test_the_peak_is_the_data_types_own():
 
 def test_a_device_is_not_asked_for_a_rate_it_does_not_need():
     class NoFloat16(StandIn):
-        def peak_flops(self, dtype: torch.dtype) -> float:
+        def peak_flops(self, dtype: torch.dtype, *, allow_tf32: bool = False) -> float:
             raise KeyError(dtype)
 
     assert kernel_seconds(0, 1e9, NoFloat16(), torch.float16, "matmul") == 1.0
@@ -102,6 +118,8 @@ def test_the_optimizer_is_bound_by_memory():
     assert optimizer_seconds(StateBytes(parameters=1_000), StandIn()) == 0  # nothing trained, nothing moved
     seconds = [optimizer_seconds(adam, StandIn(kind), "adamw") for kind in ("cuda", "cpu")]
     assert seconds == pytest.approx([20 * 800 / 1e9, 7 * 800 / 1e9])
+    host = optimizer_seconds(adam, StandIn("cuda"), "adamw", 10) - seconds[0]
+    assert host == pytest.approx(10 * 1.2 * 1e-6)
 
 
 class Counted(TorchDispatchMode):

@@ -32,3 +32,20 @@ def test_a_convolution_in_groups(kind: type[nn.Module], points: int, groups: int
             torch.autograd.grad(y, [layer.weight], gradient)
             weight = counter.take()
     assert (forward.flops, both.flops, weight.flops) == (2 * multiplied, 4 * multiplied, 2 * multiplied)
+
+
+@pytest.mark.parametrize(("dtype", "reads"), [(torch.float32, 2), (torch.bfloat16, 1)])
+def test_batch_norm_reads_its_operand_again_for_the_sums(dtype: torch.dtype, reads: int) -> None:
+    size_bytes = 4 * 8 * 32 * 32 * dtype.itemsize
+    with FakeTensorMode():
+        layer = nn.BatchNorm2d(8, affine=False, track_running_stats=False)
+        x = torch.randn(4, 8, 32, 32, dtype=dtype, requires_grad=True)
+        with KernelCounter() as counter:
+            y = layer(x)
+            forward = counter.take()
+            gradient = torch.ones_like(y)
+            counter.take()
+            torch.autograd.grad(y, [x], gradient)
+            backward = counter.take()
+    assert forward.bytes == pytest.approx((reads + 1) * size_bytes, rel=1e-2)
+    assert backward.bytes == pytest.approx((2 * reads + 1) * size_bytes, rel=1e-2)
