@@ -136,10 +136,12 @@ def _kind(node: fx.Node, kinds: dict[fx.Node, Kind]) -> Kind:
         return Kind.FIXED
     if target is aten.arange.default:
         return Kind.NUMBERS
-    if target in (aten.expand.default, *_FILLED_LIKE):
-        return _sized(node.args[1], kinds, node.args[0])
-    if target in _FILLED:
-        return _sized(node.args[0], kinds)
+    if target is aten.expand.default:
+        return _sized(node.args[1], kinds, kinds[node.args[0]])  # type: ignore[index]
+    if target in _FILLED or target in _FILLED_LIKE:
+        place = int(target in _FILLED_LIKE)
+        filled = any(isinstance(value, fx.Node) for value in node.args[place + 1 :])
+        return Kind.OPEN if filled else _sized(node.args[place], kinds)
     if target is aten.index.Tensor:
         return _indexed(node, kinds)
     first = kinds[node.args[0]] if node.args and isinstance(node.args[0], fx.Node) else Kind.OPEN
@@ -171,17 +173,17 @@ def _spreads(source: fx.Node, kind: Kind, rank: int) -> bool:
     return _rank(source) < rank or source.meta["val"].shape[0] == 1
 
 
-def _sized(sizes: Any, kinds: dict[fx.Node, Kind], source: Any = None) -> Kind:
-    """Say how a tensor of ``sizes`` depends on the batch that is ``source``, or has one value everywhere."""
-    batch, *others = sizes
+def _sized(sizes: Any, kinds: dict[fx.Node, Kind], source: Kind = Kind.FIXED) -> Kind:
+    """Say how a tensor of ``sizes``, which repeats something of kind ``source`` or one number, depends on the batch."""
+    first, others = (sizes[0], sizes[1:]) if sizes else (None, ())
     if any(isinstance(size, fx.Node) for size in others):
         return Kind.OPEN
-    of_source = kinds[source] if isinstance(source, fx.Node) else Kind.FIXED
-    if isinstance(batch, fx.Node):
-        alike = kinds[batch] is Kind.SIZE and of_source in (Kind.FIXED, Kind.ALIKE)
-    else:
-        alike = batch == -1 and of_source is Kind.ALIKE
-    return Kind.ALIKE if alike else Kind.OPEN
+    if isinstance(first, fx.Node):
+        alike = kinds[first] is Kind.SIZE and source in (Kind.FIXED, Kind.ALIKE)
+        return Kind.ALIKE if alike else Kind.OPEN
+    if source is Kind.FIXED:
+        return Kind.FIXED
+    return Kind.ALIKE if source is Kind.ALIKE and first == -1 else Kind.OPEN
 
 
 def _indexed(node: fx.Node, kinds: dict[fx.Node, Kind]) -> Kind:

@@ -124,16 +124,16 @@ def test_equals_a_real_cpu_run_at_other_batch_sizes_than_the_traced_one(example)
         assert costs.saved_bytes(range(len(costs.ops)), size) == run_graph(graph, model, other)
 
 
-def test_the_eager_model_differs_by_the_masks_it_leaves_out_and_no_more():
-    """Eager Llama calls causal attention without a mask, which also spares it repeating grouped keys and values.
+def test_the_eager_model_differs_by_the_keys_it_does_not_repeat_and_no_more():
+    """Eager Llama calls causal attention without a mask, which spares it repeating grouped keys and values.
 
-    The traced graph builds the mask, and each layer keeps a copy of it and the repeated keys and values.
+    While it is traced it has a mask, which the graph leaves out again, but each layer keeps what was repeated.
     """
     model, batch = llama()
     costs = cost_graph(trace(model, batch))
     eager = union_of_saved(lambda: model(**batch), [*model.parameters(), *model.buffers(), *batch.values()])
-    layers, masks_bytes, repeated_bytes, grouped_bytes = 2, 3 * 16 * 16 * 4, 3 * 16 * 32 * 4, 3 * 16 * 16 * 4
-    extra = layers * (masks_bytes + 2 * (repeated_bytes - grouped_bytes))
+    layers, repeated_bytes, grouped_bytes = 2, 3 * 16 * 32 * 4, 3 * 16 * 16 * 4
+    extra = layers * 2 * (repeated_bytes - grouped_bytes)
     assert costs.saved_bytes(range(len(costs.ops)), 3) == eager + extra
 
 

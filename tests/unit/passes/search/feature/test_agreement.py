@@ -119,7 +119,8 @@ def test_ops_cost_what_the_local_graph_says(name: str, how: str, machine: str) -
     for op, seconds in zip(costs.ops, np.sum([p.kernel + p.launch for p in phases], axis=0), strict=True):
         local[op.partition("__")[0]] += seconds  # gradients that meet at a bridge are summed there
     total = sum(searched.values())
-    assert sum(local.values()) == pytest.approx(total, rel=0.02)
+    # Shards of queries, keys and values may lie in one piece where the whole ones are copied, 2% of this GPT-2's time.
+    assert sum(local.values()) == pytest.approx(total, rel=0.025)
     assert sum(abs(local[op] - searched[op]) for op in searched) <= 0.03 * total
 
     realized = realize(graph, whole, devices, JOB, sharded_candidate(graph, placement))

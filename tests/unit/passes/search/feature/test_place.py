@@ -93,7 +93,7 @@ def test_where_choices_come_from_is_reported() -> None:
     result = place("gpt2", cluster(2, 1e9), batch_size=4)
     found = result.origins
     assert found.by_rule + found.discovered + len(found.replicated) == len(result.placement.choices)
-    assert found.by_rule > 100
+    assert found.by_rule > 90
     assert found.replicated_seconds <= 0.01 * result.cost.seconds
 
 

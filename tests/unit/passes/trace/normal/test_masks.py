@@ -51,6 +51,7 @@ def _packed(x: Tensor) -> Tensor:
     sequence = jumps.cumsum(-1)
     rows, columns = torch.arange(TOKENS)[None, None, :, None], torch.arange(TOKENS)[None, None, None, :]
     same = sequence[samples, rows] == sequence[samples, columns]
+    same = same & sequence.new_ones(()).bool()
     return same & (positions[samples, columns] <= positions[samples, rows])
 
 
@@ -74,6 +75,10 @@ def _by_place(x: Tensor) -> Tensor:
 
 def _by_size(x: Tensor) -> Tensor:
     return (torch.ones(x.shape[0], 1, TOKENS, TOKENS).cumsum(0) < 3) & _causal(x)
+
+
+def _by_number(x: Tensor) -> Tensor:
+    return (torch.full((TOKENS, TOKENS), x.shape[0]) < 9) & _causal(x)
 
 
 def _by_chance(x: Tensor) -> Tensor:
@@ -126,7 +131,7 @@ def _first(results: Any) -> tuple[Any]:
     return (results[0] if isinstance(results, list | tuple) else results,)
 
 
-@pytest.mark.parametrize("mask", [_window, _shifted, _by_data, _by_place, _by_size, _by_chance])
+@pytest.mark.parametrize("mask", [_window, _shifted, _by_data, _by_place, _by_size, _by_number, _by_chance])
 def test_other_masks_stay(mask: Callable[[Tensor], Tensor]) -> None:
     _, attention = _simplified(mask)
     assert isinstance(argument(attention, "attn_mask"), fx.Node)
