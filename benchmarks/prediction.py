@@ -41,6 +41,7 @@ from cost_models.host import core_count
 from partitioner.plan import Plan
 from partitioner.record.rebuild import simulate_plan
 from passes.costs.cases import count_case
+from runtime.measure.collectives import measure_collectives
 from runtime.ranks.launch import WorkerPool
 
 FOREIGN_SHARE = 0.10
@@ -136,7 +137,7 @@ def calibrated() -> Path:
 
     With two workers, or one where there is one core: rates are those of a worker that has a core.
     """
-    found = calibrate(min(2, core_count()), count_case)
+    found = calibrate(min(2, core_count()), count_case, measure_collectives)
     print(found)
     path = Path(os.environ.get("TMPDIR", "/tmp")) / f"partitioner-prediction-{os.getpid()}.json"
     found.save(path)

@@ -27,8 +27,8 @@ import torch
 
 from cost_models import host
 from cost_models.calibration_fit import CaseWork, fit_op_times
-from cost_models.calibration_run import WorkerTimes, measure_workers
-from cost_models.cluster_schema import HostSpec
+from cost_models.calibration_run import Curve, MeasureCollectives, WorkerTimes, measure_workers
+from cost_models.cluster_schema import CollectiveSpec, HostSpec
 from cost_models.errors import UsageError
 from cost_models.measure_links import fit_latency
 from cost_models.measure_ops import CaseSeconds
@@ -38,7 +38,7 @@ from cost_models.rates import MeasuredRates
 
 logger = logging.getLogger("partitioner")
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 VARIABLE = "PARTITIONER_CALIBRATION"
 """Environment variable: the calibration file to use; ``none`` for no calibration."""
 
@@ -76,6 +76,8 @@ class Calibration:
     compute_overhead_seconds: float
     send_overhead_seconds: float
     receive_overhead_seconds: float
+    collectives: Mapping[str, Curve]
+    """Seconds of collectives of two workers by kind: (bytes of the whole tensor, seconds)."""
     seconds: float
     """The time that the calibration took."""
 
@@ -93,18 +95,29 @@ class Calibration:
                 compute_overhead=self.compute_overhead_seconds * slowdown,
                 send_overhead=self.send_overhead_seconds * slowdown,
                 receive_overhead=self.receive_overhead_seconds * slowdown,
+                collectives=tuple(
+                    CollectiveSpec.model_validate(
+                        {"kind": kind, "measured": tuple((size, s * slowdown) for size, s in curve)}
+                    )
+                    for kind, curve in sorted(self.collectives.items())
+                ),
             ),
         )
 
     def to_dict(self) -> dict[str, Any]:
         """Return the calibration as plain JSON data."""
-        data = {key: value for key, value in vars(self).items() if key not in ("machine", "op_times")}
+        data = {
+            key: value
+            for key, value in vars(self).items()
+            if key not in ("machine", "op_times", "collectives")
+        }
         return {
             "format": FORMAT_VERSION,
             **data,
             "flops_per_second": dict(self.flops_per_second),
             "machine": asdict(self.machine),
             "op_times": self.op_times.to_dict(),
+            "collectives": {kind: [list(point) for point in c] for kind, c in self.collectives.items()},
         }
 
     @classmethod
@@ -131,6 +144,8 @@ class Calibration:
         wrong = [key for key, n in numbers.items() if not _positive(n, zero=key.endswith("overhead_seconds"))]
         if wrong:
             raise ValueError(f"expected positive numbers for {', '.join(sorted(wrong))}")
+        if not _are_curves(fields["collectives"]):
+            raise ValueError("collectives: expected (bytes, seconds) by kind, by rising bytes")
         if not isinstance(fields["date"], str):
             raise ValueError("date: expected text")
         return cls(
@@ -138,6 +153,7 @@ class Calibration:
                 **fields,
                 "machine": Machine(**machine),
                 "op_times": OpTimes.from_dict(fields["op_times"]),
+                "collectives": {kind: tuple(map(tuple, c)) for kind, c in fields["collectives"].items()},
             }
         )
 
@@ -174,17 +190,20 @@ class Calibration:
         )
 
 
-def calibrate(workers: int, count: Callable[[OpCase], CaseWork]) -> Calibration:
+def calibrate(
+    workers: int, count: Callable[[OpCase], CaseWork], collectives: MeasureCollectives | None = None
+) -> Calibration:
     """Measure this machine with ``workers`` processes at once; takes seconds.
 
     ``count`` counts a case's FLOPs and bytes as the cost model of whole models does (``passes.costs.cases``).
+    ``collectives`` measures those of the executor (``runtime.measure.collectives``); without it they go by the link.
     """
     if not 1 <= workers <= 64:
         raise UsageError(f"cannot calibrate with {workers} workers", ["expected 1 to 64"])
     started = datetime.datetime.now(datetime.UTC)
     cases = op_cases()
     works = [count(case) for case in cases]
-    times = measure_workers(workers)
+    times = measure_workers(workers, collectives)
     seconds = [_mean_case([t.cases[index] for t in times]) for index in range(len(cases))]
     fitted = fit_op_times(cases, works, seconds)
     optimizers = {
@@ -211,6 +230,7 @@ def calibrate(workers: int, count: Callable[[OpCase], CaseWork]) -> Calibration:
         compute_overhead_seconds=statistics.mean(t.compute_overhead_seconds for t in times),
         send_overhead_seconds=link.send_seconds if link is not None else 0.0,
         receive_overhead_seconds=link.receive_seconds if link is not None else 0.0,
+        collectives=times[0].collectives,
         seconds=(datetime.datetime.now(datetime.UTC) - started).total_seconds(),
     )
 
@@ -254,6 +274,16 @@ def _read(path: Path, _: int) -> Calibration | None:
 def _positive(value: object, *, zero: bool) -> bool:
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     return is_number and (0 if zero else 1e-300) <= value < 1e300  # type: ignore[operator]
+
+
+def _are_curves(data: object) -> bool:
+    try:
+        HostSpec.model_validate(
+            {"collectives": [{"kind": kind, "measured": curve} for kind, curve in data.items()]}  # type: ignore[attr-defined]
+        )
+    except (ValueError, AttributeError):
+        return False
+    return True
 
 
 def _mean_case(measured: Sequence[CaseSeconds]) -> CaseSeconds:

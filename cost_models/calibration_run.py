@@ -6,10 +6,11 @@ import multiprocessing
 import os
 import sys
 import time
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -26,6 +27,11 @@ from cost_models.measure_ops import (
 )
 from cost_models.op_cases import op_cases
 
+Curve: TypeAlias = tuple[tuple[float, float], ...]
+"""(bytes, seconds), by rising bytes."""
+MeasureCollectives: TypeAlias = Callable[[int, Any], Mapping[str, Curve]]
+"""Called on both ranks of a group of two with the rank and the group: seconds of collectives by kind."""
+
 _HOST = "127.0.0.1"
 _TIME_LIMIT_SECONDS = 180.0
 _DTYPES = {
@@ -38,7 +44,7 @@ _DTYPES = {
 
 @dataclass(frozen=True)
 class WorkerTimes:
-    """The measurements of one worker. ``link`` and ``busy_slowdown`` are rank 0's."""
+    """The measurements of one worker. ``link``, ``collectives`` and ``busy_slowdown`` are rank 0's."""
 
     cases: tuple[CaseSeconds, ...]
     flops_per_second: dict[str, float]
@@ -47,9 +53,10 @@ class WorkerTimes:
     compute_overhead_seconds: float
     busy_slowdown: float
     link: LinkTimes | None
+    collectives: Mapping[str, Curve]
 
 
-def measure_workers(workers: int) -> list[WorkerTimes]:
+def measure_workers(workers: int, collectives: MeasureCollectives | None = None) -> list[WorkerTimes]:
     """Start ``workers`` processes, one thread each, let them measure, and return what they found, by rank."""
     context = multiprocessing.get_context("spawn")
     store = dist.TCPStore(_HOST, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60))
@@ -57,7 +64,9 @@ def measure_workers(workers: int) -> list[WorkerTimes]:
     try:
         for rank in range(workers):
             ours, theirs = context.Pipe(duplex=False)
-            process = context.Process(target=_worker, args=(rank, workers, store.port, theirs), daemon=True)
+            process = context.Process(
+                target=_worker, args=(rank, workers, store.port, theirs, collectives), daemon=True
+            )
             process.start()
             theirs.close()
             started.append((process, ours))
@@ -88,7 +97,9 @@ def _collect(pipes: list[Connection]) -> list[WorkerTimes]:
     return [found[rank] for rank in range(len(pipes))]
 
 
-def _worker(rank: int, workers: int, port: int, pipe: Connection) -> None:
+def _worker(
+    rank: int, workers: int, port: int, pipe: Connection, collectives: MeasureCollectives | None
+) -> None:
     os.environ["OMP_NUM_THREADS"] = "1"
     torch.set_num_threads(1)
     if sys.platform.startswith("linux"):
@@ -98,12 +109,12 @@ def _worker(rank: int, workers: int, port: int, pipe: Connection) -> None:
         "gloo", store=store, rank=rank, world_size=workers, timeout=timedelta(seconds=_TIME_LIMIT_SECONDS)
     )
     try:
-        pipe.send(_measure(rank, workers))
+        pipe.send(_measure(rank, workers, collectives))
     finally:
         dist.destroy_process_group()
 
 
-def _measure(rank: int, workers: int) -> WorkerTimes:
+def _measure(rank: int, workers: int, collectives: MeasureCollectives | None) -> WorkerTimes:
     torch.manual_seed(0)
     cases = op_cases()
     measure_case(cases[0])  # the first call of anything pays for loading it
@@ -115,9 +126,11 @@ def _measure(rank: int, workers: int) -> WorkerTimes:
     times = tuple(measure_case(case) for case in cases)
     optimizers = optimizer_rates()
     dist.barrier()
-    link = None
+    link, curves = None, {}
     if workers > 1:
-        make_pair()
+        pair = make_pair()
         link = measure_links(rank)
+        if collectives is not None and rank < 2:
+            curves = dict(collectives(rank, pair))
     dist.barrier()
-    return WorkerTimes(times, flops, copy, optimizers, overhead, alone / flops["float32"], link)
+    return WorkerTimes(times, flops, copy, optimizers, overhead, alone / flops["float32"], link, curves)

@@ -296,6 +296,24 @@ GPU_CONTENTION = 1.35
 products "30-40% slower" on 8 H100 (pytorch's pull request 179937); whole steps 18.9% on average (arXiv 2507.03114)."""
 
 
+PositiveBytes = Annotated[float, Field(gt=0, le=1e18, allow_inf_nan=False)]
+
+
+class CollectiveSpec(Section):
+    """The seconds of one kind of collective between two ranks of a machine, by the bytes of the whole tensor."""
+
+    kind: Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all"]
+    measured: tuple[tuple[PositiveBytes, Seconds], ...] = Field(min_length=2)
+    """(bytes, seconds), by rising bytes."""
+
+    @model_validator(mode="after")
+    def _rising(self) -> Self:
+        sizes = [size for size, _ in self.measured]
+        if sorted(set(sizes)) != sizes:
+            raise ValueError("bytes: expected rising numbers")
+        return self
+
+
 class HostSpec(Section):
     """``host_costs``: what a step costs beside arithmetic and bytes. Measured by a calibration; nothing by default."""
 
@@ -306,6 +324,8 @@ class HostSpec(Section):
     """Time per forward or backward of a segment: looking up tensors, starting autograd."""
     send_overhead: Seconds = 0.0
     receive_overhead: Seconds = 0.0
+    collectives: tuple[CollectiveSpec, ...] = ()
+    """Measured collectives of workers of one machine; others, and those of GPUs, go by their links."""
 
 
 class SwitchSpec(Section):

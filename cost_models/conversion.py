@@ -15,6 +15,7 @@ costed is what is lowered.
 
 from __future__ import annotations
 
+import bisect
 import heapq
 import math
 from collections.abc import Sequence
@@ -193,11 +194,16 @@ class AxisLinks:
     inside: AlphaBeta | None = None
     between: AlphaBeta | None = None
     gpus: GpuLinks | None = None
+    measured: tuple[tuple[Kind, tuple[tuple[float, float], ...]], ...] = ()
+    """Collectives of two workers of one machine by kind: (bytes, seconds), where a calibration measured them."""
 
     def seconds(self, kind: Kind, size_bytes: float) -> float:
         """Return the seconds of one collective; ``size_bytes`` is the n of ``Step.share`` times the tensor's bytes."""
         if self.size == 1 or kind not in COLLECTIVES:
             return 0.0
+        for known, curve in self.measured:
+            if known == kind:
+                return _of_pairs_seconds(kind, size_bytes, self.size, curve)
         if kind == "all_to_all":
             start = START_SECONDS if self.gpus else 0.0
             return start + all_to_all_seconds(size_bytes / self.size, self.size, self.ring)
@@ -221,6 +227,23 @@ class AxisLinks:
             return math.inf
         nodes = self.size // self.per_node
         return hierarchical_all_reduce_seconds(size_bytes, self.per_node, nodes, self.inside, self.between)
+
+
+def _of_pairs_seconds(
+    kind: Kind, size_bytes: float, size: int, curve: Sequence[tuple[float, float]]
+) -> float:
+    """Return the seconds of a collective of ``size`` workers from those of two, ``curve``: (bytes, seconds).
+
+    Two send pieces of n/2 to each other once, or twice for an all-reduce; p send p - 1 times as many of n/p, so it is
+    p - 1 times what two take for 2n/p. An all-to-all's pieces are n/p², so it is that of 4n/p². Between sizes, and beyond
+    the largest, seconds are linear.
+    """
+    pair_bytes = size_bytes * (4 / size**2 if kind == "all_to_all" else 2 / size)
+    sizes, seconds = zip(*curve, strict=True)
+    upper = min(max(bisect.bisect_left(sizes, pair_bytes), 1), len(sizes) - 1)
+    slope = (seconds[upper] - seconds[upper - 1]) / (sizes[upper] - sizes[upper - 1])
+    found = seconds[upper] + slope * (pair_bytes - sizes[upper])
+    return (size - 1) * max(float(found), 0.0)
 
 
 def axis_groups(mesh: Mesh, axis: int) -> list[list[int]]:
@@ -254,13 +277,18 @@ def _group_links(groups: tuple[tuple[int, ...], ...], cluster: ClusterSpec) -> A
         gpus = GpuLinks(1, size, between=ring) if widths == {1} else GpuLinks(size, 1, ring)
         if widths == {size}:
             gpus = replace(gpus, in_network_bytes_per_second=_in_network(members_of, cluster))
-        return AxisLinks(size, ring, gpus=gpus if with_gpus else None)
+        measured = _measured(cluster) if widths == {size} and not with_gpus else ()
+        return AxisLinks(size, ring, gpus=gpus if with_gpus else None, measured=measured)
     insides = [members for nodes in split for members in nodes]
     inside = slowest_hop(insides, cluster)
     across = slowest_hop([list(column) for nodes in split for column in zip(*nodes, strict=True)], cluster)
     per_node = widths.pop()
     gpus = GpuLinks(per_node, size // per_node, inside, across, _in_network(insides, cluster))
     return AxisLinks(size, ring, per_node, inside, across, gpus if with_gpus else None)
+
+
+def _measured(cluster: ClusterSpec) -> tuple[tuple[Kind, tuple[tuple[float, float], ...]], ...]:
+    return tuple((spec.kind, spec.measured) for spec in cluster.host_costs.collectives)
 
 
 def _in_network(groups: Sequence[Sequence[int]], cluster: ClusterSpec) -> float:

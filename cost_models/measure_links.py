@@ -17,6 +17,11 @@ from torch import Tensor
 
 _SIZES_BYTES = (1024, 64 * 1024, 512 * 1024, 4 * 2**20)
 _ROUNDS = 11
+_BESIDE_BYTES, _BESIDE = 512 * 1024, 32
+"""Messages that are sent beside computing, and their number."""
+_BESIDE_SHARE = 0.2
+"""The part of the computing that they would take alone: they must end before it does, however much it slows them."""
+_MOST_CONTENTION = 4.0
 _ROUND_TRIPS = 40
 
 
@@ -37,18 +42,19 @@ def measure_links(rank: int) -> LinkTimes | None:
         return None
     one_way = tuple((size, _one_way_seconds(rank, size)) for size in _SIZES_BYTES)
     send, receive = _starting_seconds(rank)
-    contention = _contention(rank)
+    contention = _contention(rank, dict(one_way)[_BESIDE_BYTES])
     return LinkTimes(one_way, send, receive, contention) if rank == 0 else None
 
 
 def fit_latency(one_way: tuple[tuple[int, float], ...]) -> tuple[float, float]:
     """Fit seconds = latency + bytes / bandwidth; return (latency in seconds, bytes per second).
 
-    The latency is the smallest message's time; the bandwidth the median of what the larger ones leave.
+    The latency is the smallest message's time; the bandwidth what the largest one leaves: of others it is a small
+    difference of times.
     """
     latency = max(1e-7, one_way[0][1])
-    rates = [size / max(1e-7, seconds - latency) for size, seconds in one_way[1:]]
-    return latency, statistics.median(rates)
+    size, seconds = one_way[-1]
+    return latency, size / max(1e-7, seconds - latency)
 
 
 def _exchange(rank: int, buffer: Tensor, first: bool) -> None:
@@ -59,7 +65,7 @@ def _exchange(rank: int, buffer: Tensor, first: bool) -> None:
 
 
 def _one_way_seconds(rank: int, size_bytes: int) -> float:
-    """Time half a round trip: the least of several, because other programs only ever delay one (by milliseconds)."""
+    """Time half a round trip: the median of several."""
     buffer = torch.ones(size_bytes, dtype=torch.uint8)
     spent = []
     for _ in range(_ROUND_TRIPS):
@@ -67,7 +73,7 @@ def _one_way_seconds(rank: int, size_bytes: int) -> float:
         _exchange(rank, buffer, first=rank == 0)
         _exchange(rank, buffer, first=rank == 1)
         spent.append(time.perf_counter() - started)
-    return min(spent) / 2
+    return statistics.median(spent) / 2
 
 
 def _starting_seconds(rank: int) -> tuple[float, float]:
@@ -89,23 +95,32 @@ def _starting_seconds(rank: int) -> tuple[float, float]:
     return float(spent), float(theirs)
 
 
-def _contention(rank: int) -> float:
-    """Measure how much slower rank 0 computes while messages of 512 KB arrive without a pause.
+def _contention(rank: int, alone_seconds: float) -> float:
+    """Measure how much slower a rank computes while a message of 512 KB is on its way, ``alone_seconds`` each.
 
-    Medians of alternating runs. Both ranks compute, as in a pipeline; the transfers are the background threads' work.
+    Both ranks compute, as in a pipeline, and the transfers are the background threads' work. Computing that takes several
+    times as long as all messages loses e seconds by each, whenever it passes, so it goes at 1 - e / alone meanwhile. Of
+    alternating runs the median, of both ranks the mean.
     """
-    quiet, busy = [], []
+    products = max(1, round(_BESIDE * alone_seconds / _BESIDE_SHARE / _products_seconds(64) * 64))
+    agreed = torch.tensor(products)
+    dist.all_reduce(agreed, dist.ReduceOp.MAX, group=_pair())
+    products = int(agreed)
+    lost = []
     for _ in range(_ROUNDS):
         dist.barrier(group=_pair())
-        quiet.append(_products_seconds())
+        quiet = _products_seconds(products)
         dist.barrier(group=_pair())
-        buffers = [torch.ones(128 * 1024) for _ in range(8)]
+        buffers = [torch.ones(_BESIDE_BYTES // 4) for _ in range(_BESIDE)]
         works = [dist.isend(b, 1) if rank == 0 else dist.irecv(b, 0) for b in buffers]
-        busy.append(_products_seconds())
+        lost.append((_products_seconds(products) - quiet) / _BESIDE)
         for work in works:
             assert work is not None
             work.wait()
-    return min(4.0, max(1.0, statistics.median(b / q for b, q in zip(busy, quiet, strict=True))))
+    mean = torch.tensor(statistics.median(lost) / 2)
+    dist.all_reduce(mean, group=_pair())
+    share = min(max(0.0, float(mean) / alone_seconds), 1 - 1 / _MOST_CONTENTION)
+    return 1 / (1 - share)
 
 
 _pairs: dict[int, dist.ProcessGroup] = {}
@@ -116,14 +131,15 @@ def _pair() -> dist.ProcessGroup:
     return _pairs[0]
 
 
-def make_pair() -> None:
-    """Make the group of ranks 0 and 1. Collective: all workers call it."""
+def make_pair() -> dist.ProcessGroup:
+    """Make and return the group of ranks 0 and 1. Collective: all workers call it."""
     _pairs[0] = dist.new_group([0, 1], backend="gloo")
+    return _pairs[0]
 
 
-def _products_seconds() -> float:
+def _products_seconds(count: int) -> float:
     a = torch.ones(192, 192)
     started = time.perf_counter()
-    for _ in range(16):
+    for _ in range(count):
         a.mm(a)
     return time.perf_counter() - started

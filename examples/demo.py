@@ -12,6 +12,7 @@ from cost_models.calibration import cache_path, calibrate, stored_calibration
 from examples.byte_text import batches, gpt
 from partitioner import ClusterSpec, Plan, partition
 from passes.costs.cases import count_case
+from runtime.measure.collectives import measure_collectives
 from runtime.ranks.launch import WorkerPool
 from runtime.simulate.timeline import render
 
@@ -28,7 +29,7 @@ def main() -> None:
 
     heading("1. Measure this machine (cached)")
     if stored_calibration() is None:
-        calibrate(WORKERS, count_case).save(cache_path())
+        calibrate(WORKERS, count_case, measure_collectives).save(cache_path())
     stored = stored_calibration()
     print(stored[0] if stored is not None else "no calibration: predictions rest on defaults")
 

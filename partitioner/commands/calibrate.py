@@ -24,6 +24,7 @@ from partitioner.commands.options import JsonFlag, QuietFlag, WholeNumber, check
 from partitioner.plan import Plan
 from passes.costs.cases import count_case
 from passes.progress import report_phase
+from runtime.measure.collectives import measure_collectives
 
 MOST_SECONDS = 3600.0
 
@@ -75,7 +76,9 @@ def calibrate(
     _refuse_mixed(workers, device, output, for_, short, seconds, merge, cluster, cluster_output)
     if device == "cpu" and not merge:
         with progress("calibrating", quiet=quiet):
-            found = measure(min(2, host.core_count()) if workers is None else workers, count_case)
+            found = measure(
+                min(2, host.core_count()) if workers is None else workers, count_case, measure_collectives
+            )
         path = cache_path() if output is None else output
         found.save(path)
         emit(f"{found}\nwritten to {path}", {**found.to_dict(), "path": str(path)}, json)

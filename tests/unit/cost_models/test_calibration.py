@@ -15,6 +15,7 @@ from cost_models.calibration import VARIABLE, Calibration, Machine, cache_path, 
 from cost_models.calibration_fit import STANDS_FOR_ALL, CaseWork, fit_curve, fit_line, fit_op_times
 from cost_models.cluster import ClusterSpec
 from cost_models.compute import optimizer_seconds
+from cost_models.conversion import group_links
 from cost_models.errors import UsageError
 from cost_models.measure_links import fit_latency
 from cost_models.measure_ops import CaseSeconds, measure_case
@@ -54,6 +55,7 @@ def calibration() -> Calibration:
         compute_overhead_seconds=7e-6,
         send_overhead_seconds=30e-6,
         receive_overhead_seconds=10e-6,
+        collectives={"all_reduce": ((1e3, 1e-4), (1e6, 1e-3)), "all_gather": ((1e3, 5e-5), (1e6, 4e-4))},
         seconds=12.0,
     )
 
@@ -230,6 +232,23 @@ def test_more_workers_than_cores_share_them() -> None:
     assert rates.op_times == op_times().slower(4.0)
 
 
+def test_collectives_of_workers_go_by_their_curves() -> None:
+    cluster = ClusterSpec.local(4).with_device_rates(replace(calibration(), workers=4).rates(1), "measured")
+    again = ClusterSpec.from_dict(cluster.to_dict())
+    assert again == cluster
+    pair, four = group_links([(0, 1)], again), group_links([(0, 1, 2, 3)], again)
+    assert pair.seconds("all_reduce", 1e6) == pytest.approx(1e-3)
+    assert pair.seconds("all_gather", 5.005e5) == pytest.approx(2.25e-4), "half of the way between two sizes"
+    assert pair.seconds("all_gather", 2e6) == pytest.approx(4e-4 + 1e6 * 3.5e-4 / 999e3), (
+        "as the last piece rises"
+    )
+    assert four.seconds("all_reduce", 2e6) == pytest.approx(3 * 1e-3), (
+        "three times what two take for half of it"
+    )
+    by_link = replace(pair, measured=()).seconds("reduce_scatter", 1e6)
+    assert pair.seconds("reduce_scatter", 1e6) == by_link > 0.0, "not measured"
+
+
 def corrupted(**changes: object) -> str:
     return json.dumps({**calibration().to_dict(), **changes})
 
@@ -238,11 +257,11 @@ def corrupted(**changes: object) -> str:
     ("text", "reason"),
     [
         ("{", "Expecting"),
-        ("[]", "expected a calibration of format 1, found list"),
-        ("{}", "expected a calibration of format 1, found None"),
+        ("[]", "expected a calibration of format 2, found list"),
+        ("{}", "expected a calibration of format 2, found None"),
         ("[" * 100_000, ""),
         ("\udcff", ""),
-        (corrupted(format=2), "format 1, found 2"),
+        (corrupted(format=1), "format 2, found 1"),
         (corrupted(extra=1), "exactly the keys"),
         (corrupted(contention="fast"), "positive numbers for contention"),
         (corrupted(contention=-1), "positive numbers for contention"),
@@ -251,6 +270,9 @@ def corrupted(**changes: object) -> str:
         (corrupted(flops_per_second={"float32": True}), "flops_per_second.float32"),
         (corrupted(flops_per_second=[1]), "expected mappings"),
         (corrupted(machine={"processor": "x"}), "machine: expected"),
+        (corrupted(collectives={"gossip": [[1, 1], [2, 2]]}), "collectives: expected"),
+        (corrupted(collectives={"all_reduce": [[2, 1], [1, 1]]}), "collectives: expected"),
+        (corrupted(collectives=[]), "collectives: expected"),
         (corrupted(op_times={}), "at least elementwise.forward"),
         (corrupted(op_times={"gelu": {"sideways": {}}}), "gelu.sideways"),
         (corrupted(op_times={"gelu": {"forward": {"points": [[2, 1], [1, 1]]}}}), "bytes rising"),
