@@ -17,12 +17,14 @@ from torch import Tensor
 
 _SIZES_BYTES = (1024, 64 * 1024, 512 * 1024, 4 * 2**20)
 _ROUNDS = 11
-_BESIDE_BYTES, _BESIDE = 512 * 1024, 32
-"""Messages that are sent beside computing, and their number."""
+_BESIDE_BYTES, _BESIDE, _BESIDE_ROUNDS = 512 * 1024, 32, 21
+"""Messages that are sent beside computing, their number, and how often that is repeated: computing itself varies by 2%."""
 _BESIDE_SHARE = 0.2
 """The part of the computing that they would take alone: they must end before it does, however much it slows them."""
 _MOST_CONTENTION = 4.0
 _ROUND_TRIPS = 40
+_TURNS = 5
+"""The least of so many medians counts: another program takes a core for longer than one of them takes."""
 
 
 @dataclass(frozen=True)
@@ -40,9 +42,10 @@ def measure_links(rank: int) -> LinkTimes | None:
     """Measure messages between ranks 0 and 1. Rank 0 gets the result, others None; ranks above 1 return at once."""
     if rank > 1:
         return None
-    one_way = tuple((size, _one_way_seconds(rank, size)) for size in _SIZES_BYTES)
+    turns = [[_one_way_seconds(rank, size) for size in _SIZES_BYTES] for _ in range(_TURNS)]
+    one_way = tuple(zip(_SIZES_BYTES, map(min, zip(*turns, strict=True)), strict=True))
     send, receive = _starting_seconds(rank)
-    contention = _contention(rank, dict(one_way)[_BESIDE_BYTES])
+    contention = _contention(rank, one_way)
     return LinkTimes(one_way, send, receive, contention) if rank == 0 else None
 
 
@@ -95,19 +98,23 @@ def _starting_seconds(rank: int) -> tuple[float, float]:
     return float(spent), float(theirs)
 
 
-def _contention(rank: int, alone_seconds: float) -> float:
-    """Measure how much slower a rank computes while a message of 512 KB is on its way, ``alone_seconds`` each.
+def _contention(rank: int, one_way: tuple[tuple[int, float], ...]) -> float:
+    """Measure how much slower a rank computes while a message of 512 KB is on its way, as long as its link says.
 
     Both ranks compute, as in a pipeline, and the transfers are the background threads' work. Computing that takes several
     times as long as all messages loses e seconds by each, whenever it passes, so it goes at 1 - e / alone meanwhile. Of
     alternating runs the median, of both ranks the mean.
     """
+    latency, bandwidth = fit_latency(one_way)
+    agreed_alone = torch.tensor(latency + _BESIDE_BYTES / bandwidth, dtype=torch.float64)
+    dist.all_reduce(agreed_alone, dist.ReduceOp.MAX, group=_pair())
+    alone_seconds = float(agreed_alone)
     products = max(1, round(_BESIDE * alone_seconds / _BESIDE_SHARE / _products_seconds(64) * 64))
     agreed = torch.tensor(products)
     dist.all_reduce(agreed, dist.ReduceOp.MAX, group=_pair())
     products = int(agreed)
     lost = []
-    for _ in range(_ROUNDS):
+    for _ in range(_BESIDE_ROUNDS):
         dist.barrier(group=_pair())
         quiet = _products_seconds(products)
         dist.barrier(group=_pair())

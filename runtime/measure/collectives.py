@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -20,27 +20,35 @@ from cost_models.calibration_run import Curve
 from runtime.mesh.axis import Axis
 
 SIZES_BYTES = (2**10, 2**14, 2**17, 2**20, 2**22, 2**24)
-ROUNDS = 31
+ROUNDS, TURNS = 15, 3
+"""Each time is the least of TURNS medians of ROUNDS: another program takes a core for longer than one of them takes."""
 WARM_UPS = 2
 PRODUCTS = 4
 """Products of 256 x 256 before each, a millisecond or less."""
 
 
 def measure_collectives(rank: int, group: Any) -> Mapping[str, Curve]:
-    """Measure with the other rank of ``group``, which calls this too: medians, from when the later rank is there.
+    """Measure with the other rank of ``group``, which calls this too: from when the later rank is there.
 
     Both compute before, as they do in a step: a core that slept takes longer to answer. A smaller tensor is not believed
     to take longer than a larger one.
     """
     axis = Axis("pair", 2, rank, group)
+    turns = [_turn(axis) for _ in range(TURNS)]
+    found = {}
+    for kind in turns[0]:
+        least = [min(times) for times in zip(*(turn[kind] for turn in turns), strict=True)]
+        rising = [*itertools.accumulate(reversed(least), min)]
+        found[kind] = tuple(zip(map(float, SIZES_BYTES), reversed(rising), strict=True))
+    return found
+
+
+def _turn(axis: Axis) -> Mapping[str, Sequence[float]]:
+    """Measure every kind at every size."""
     found = {}
     for kind, (rows, columns, call) in _calls(axis).items():
-        curve = []
-        for size in SIZES_BYTES:
-            side = torch.ones(rows, size // 4 // rows // columns, columns)
-            curve.append((float(size), _seconds(group, call, side)))
-        least = itertools.accumulate(reversed(curve), lambda above, own: (own[0], min(own[1], above[1])))
-        found[kind] = tuple(reversed(list(least)))
+        sides = [torch.ones(rows, size // 4 // rows // columns, columns) for size in SIZES_BYTES]
+        found[kind] = [_seconds(axis.group, call, side) for side in sides]
     return found
 
 
