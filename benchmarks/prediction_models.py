@@ -110,5 +110,5 @@ def workload_of(model: str) -> Workload:
 
 @functools.cache
 def graph_of(model: str) -> OpGraph:
-    """The graph of one of the models, which is traced once."""
+    """Return the graph of one of the models, which is traced once."""
     return as_graph(workload_of(model), name=model)

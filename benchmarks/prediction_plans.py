@@ -31,7 +31,7 @@ class PlanCase:
         return partition(graph, cluster, batch_size=self.batch_size, optimizer_memory="adamw", **self.options)
 
     def task(self, plan: Plan) -> VerificationTask:
-        """What the workers need; in the model's own data type."""
+        """Return what the workers need, in the model's own data type."""
         workload, graph = workload_of(self.model), graph_of(self.model)
         batch = grow_batch(workload.example_inputs, graph.batch.batch_dims, workload.model, plan.batch_size)
         return plan_task(

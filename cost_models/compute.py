@@ -122,12 +122,17 @@ def kernel_seconds(
     return kernel
 
 
-def arithmetic_rate(device: ComputeDevice, dtype: torch.dtype, op_class: OpClass, backward: bool) -> float:
-    """Return the FLOP/s of a class of op, not "memory". Convolutions of float32 take tf32 where the device has it.
+def class_peak_flops(device: ComputeDevice, dtype: torch.dtype, op_class: OpClass) -> float:
+    """Return the peak FLOP/s at which a class of op computes: convolutions of float32 take tf32 where the device has it.
 
     That is torch's default (``torch.backends.cudnn.allow_tf32``); products take it only if they are told to.
     """
-    peak = device.peak_flops(dtype, allow_tf32=op_class == "conv")
+    return device.peak_flops(dtype, allow_tf32=op_class == "conv")
+
+
+def arithmetic_rate(device: ComputeDevice, dtype: torch.dtype, op_class: OpClass, backward: bool) -> float:
+    """Return the FLOP/s that a class of op, not "memory", reaches on a device."""
+    peak = class_peak_flops(device, dtype, op_class)
     narrower = peak != device.peak_flops(dtype)
     name = "conv" if narrower else efficiency_name(device.kind, op_class, dtype, backward)
     return peak * device.efficiency[name]

@@ -61,6 +61,7 @@ def with_device_seconds(
     )
     for model, factor in factors.items():
         device = next(found for found in cluster.devices if found.model == model)
+        # "unaligned" is a part of "matmul", which is slower by the factor already.
         parts = {name: part / factor for name, part in device.efficiency.items() if name != "unaligned"}
         reached = device.kind == "cuda" and max(parts.values()) <= 1.0
         rates = MeasuredRates(

@@ -17,7 +17,14 @@ import numpy as np
 import torch
 
 from cost_models.arrays import FloatArray
-from cost_models.compute import ComputeDevice, IndexArray, OpClass, PhaseSeconds, kernel_seconds
+from cost_models.compute import (
+    ComputeDevice,
+    IndexArray,
+    OpClass,
+    PhaseSeconds,
+    class_peak_flops,
+    kernel_seconds,
+)
 from cost_models.op_profile import PHASES, OpTimes, Phase, op_phase_seconds
 from passes.costs.extra_work import Extra
 
@@ -84,7 +91,7 @@ class OpRates:
         """List all that seconds depend on: equal devices share what is computed for one of them."""
         efficiency = tuple(sorted(device.efficiency.items()))
         peaks = tuple(
-            device.peak_flops(dtype, allow_tf32=op_class == "conv")
+            class_peak_flops(device, dtype, op_class)
             for dtype, op_class in _sorted_rates(self.bounds)
             if op_class != "memory"
         )

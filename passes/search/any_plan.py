@@ -41,6 +41,7 @@ import torch
 
 from cost_models.arrays import FloatArray
 from cost_models.cluster import ClusterSpec
+from cost_models.compute import class_peak_flops
 from cost_models.devices import Device
 from cost_models.memory import OPTIMIZERS, state_bytes
 from cost_models.op_cases import ARITHMETIC
@@ -255,7 +256,7 @@ def _rates(graph: OpGraph, costs: GraphCosts, job: Job, device: Device) -> _Rate
         if op_class == "memory":
             continue
         if least is None:
-            peak = device.peak_flops(dtype, allow_tf32=op_class == "conv")
+            peak = class_peak_flops(device, dtype, op_class)
             per_flop[number] = costs.rates.shares[number] / (peak * arithmetic)
         else:
             per_flop[number] = least.per_flop * device.peak_flops(torch.float32) / device.peak_flops(dtype)

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from enum import Enum
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx
@@ -44,8 +44,8 @@ class Kind(Enum):
     """Unknown, or by data."""
 
 
-_ALONG_A_DIMENSION = {aten.diff.default: -1, aten.cumsum.default: None, aten.slice.Tensor: 0}
-"""Ops that work along the dimension ``dim``, with its default."""
+_ALONG_A_DIMENSION = (aten.diff.default, aten.cumsum.default, aten.slice.Tensor)
+"""Ops that work along the dimension ``dim``."""
 _COPIES = (aten.clone.default, aten.contiguous.default, aten.detach.default, aten.to.dtype)
 _UNTAGGED = (aten.__and__.Tensor, aten.__or__.Tensor)
 """Pointwise ops that torch does not call so."""
@@ -59,6 +59,7 @@ def simplify_masks(graph: fx.Graph) -> None:
     for node in graph.nodes:
         kinds[node] = _kind(node, kinds)
     values: dict[fx.Node, Any] = {}
+    meanings: dict[fx.Node, _Meaning] = {}  # many layers read one mask, and it may be large
     changed = False
     for node in graph.find_nodes(op="call_function", target=aten.scaled_dot_product_attention.default):
         mask = argument(node, "attn_mask")
@@ -66,9 +67,10 @@ def simplify_masks(graph: fx.Graph) -> None:
             continue
         if _most_elements(mask, kinds) > MOST_ELEMENTS:
             continue
-        value = _evaluate(mask, kinds, values)
-        full = _hides_nothing(value)
-        if full or _is_causal(value, node):
+        if mask not in meanings:
+            meanings[mask] = _meaning(_evaluate(mask, kinds, values))
+        full = meanings[mask].full
+        if full or _is_causal(meanings[mask], node):
             query, key, found = node.args[:3]
             dropout = argument(node, "dropout_p")
             rest = {k: v for k, v in node.kwargs.items() if k not in ("attn_mask", "dropout_p", "is_causal")}
@@ -78,18 +80,27 @@ def simplify_masks(graph: fx.Graph) -> None:
         drop_dead_code(graph)
 
 
-def _hides_nothing(value: Tensor) -> bool:
-    return bool(value.all()) if value.dtype == torch.bool else bool((value == 0).all())
+class _Meaning(NamedTuple):
+    """``full``: the mask hides nothing. ``causal_tokens``: the side of a square whose rows see columns up to their own."""
+
+    full: bool
+    causal_tokens: int | None = None
 
 
-def _is_causal(value: Tensor, attention: fx.Node) -> bool:
-    """Tell whether ``value`` is what ``is_causal=True`` means: each query sees the keys up to its own place."""
-    query, key = (attention.args[n].meta["val"].shape[-2] for n in (0, 1))  # type: ignore[union-attr]
-    if is_size(query) or is_size(key) or query != key or value.shape[-2:] != (query, key):
-        return False
-    lower = torch.ones(query, key, dtype=torch.bool).tril()
+def _meaning(value: Tensor) -> _Meaning:
+    if bool(value.all()) if value.dtype == torch.bool else bool((value == 0).all()):
+        return _Meaning(full=True)
+    if value.dim() < 2 or value.shape[-2] != value.shape[-1]:
+        return _Meaning(full=False)
+    lower = torch.ones(value.shape[-2:], dtype=torch.bool).tril()
     wanted = lower if value.dtype == torch.bool else torch.zeros(()).where(lower, -torch.inf)
-    return bool((value == wanted).all())
+    return _Meaning(full=False, causal_tokens=value.shape[-1] if bool((value == wanted).all()) else None)
+
+
+def _is_causal(meaning: _Meaning, attention: fx.Node) -> bool:
+    """Tell whether the mask is what ``is_causal=True`` means: each query sees the keys up to its own place."""
+    lengths = [attention.args[n].meta["val"].shape[-2] for n in (0, 1)]  # type: ignore[union-attr]
+    return not any(map(is_size, lengths)) and all(size == meaning.causal_tokens for size in lengths)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -153,7 +164,7 @@ def _kind(node: fx.Node, kinds: dict[fx.Node, Kind]) -> Kind:
     if Kind.SIZE in read or Kind.NUMBERS in read:
         return Kind.OPEN
     if target in _ALONG_A_DIMENSION:
-        dim = argument(node, "dim", _ALONG_A_DIMENSION[target])
+        dim = argument(node, "dim")
         fits = all(_rank(source) == _rank(node) for source in node.all_input_nodes)
         return Kind.ALIKE if fits and int(dim) % _rank(node) >= 1 else Kind.OPEN
     if torch.Tag.pointwise in target.tags or target in _UNTAGGED:
