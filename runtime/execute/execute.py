@@ -349,8 +349,8 @@ class Executor:
         shared.checked = True
 
     def _synchronize(self) -> None:
-        """Let a GPU finish, within the time limit."""
-        if self.device.type != "cuda":
+        """Let a GPU finish, within the time limit, where it waits for other ranks: alone it cannot hang."""
+        if self.device.type != "cuda" or not self._waited:
             return
         done = torch.cuda.Event()  # type: ignore[no-untyped-call]
         done.record()
