@@ -8,6 +8,7 @@ repetitions is taken: noise only adds.
 
 from __future__ import annotations
 
+import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -19,7 +20,7 @@ from cost_models.op_cases import OpCase
 
 _POOL_BYTES = 16 * 2**20
 _MOST_CALLS = 24
-_REPETITIONS = 3
+_REPETITIONS = 5
 
 
 @dataclass(frozen=True)
@@ -38,16 +39,16 @@ def measure_case(case: OpCase) -> CaseSeconds:
     calls = max(3, min(_MOST_CALLS, _POOL_BYTES // size))
     differentiable = any(t.is_floating_point() for t in inputs)
     pool = [(_copies(inputs), _copies(weights)) for _ in range(calls)]
-    forward = _least(lambda: _forward(case, pool))
-    whole = _least(lambda: _backward(case, pool, differentiable))
-    only = _least(lambda: _backward(case, pool, False)) if weights else 0.0
+    forward = _usual(lambda: _forward(case, pool))
+    whole = _usual(lambda: _backward(case, pool, differentiable))
+    only = _usual(lambda: _backward(case, pool, False)) if weights else 0.0
     return CaseSeconds(
         forward / calls, whole / calls, (only if differentiable else whole) / calls if weights else 0.0
     )
 
 
-def _least(run: Callable[[], float]) -> float:
-    return min(run() for _ in range(_REPETITIONS))
+def _usual(run: Callable[[], float]) -> float:
+    return statistics.median(run() for _ in range(_REPETITIONS))
 
 
 def _require(tensors: Sequence[Tensor], needed: bool) -> None:
@@ -98,7 +99,7 @@ def matmul_flops_per_second(dtype: torch.dtype, size: int = 512) -> float:
         return time.thread_time() - started
 
     run()
-    return 2.0 * size**3 / _least(run)
+    return 2.0 * size**3 / _usual(run)
 
 
 def copy_bytes_per_second(size_bytes: int = 32 * 2**20) -> float:
@@ -112,7 +113,7 @@ def copy_bytes_per_second(size_bytes: int = 32 * 2**20) -> float:
         return time.thread_time() - started
 
     run()
-    return 2.0 * size_bytes / _least(run)
+    return 2.0 * size_bytes / _usual(run)
 
 
 def compute_overhead_seconds() -> float:
@@ -128,7 +129,7 @@ def compute_overhead_seconds() -> float:
         return (time.thread_time() - started) / 100
 
     run()
-    return _least(run)
+    return _usual(run)
 
 
 def optimizer_rates(steps: int = 4) -> dict[str, tuple[float, float]]:
@@ -154,6 +155,6 @@ def optimizer_rates(steps: int = 4) -> dict[str, tuple[float, float]]:
                 optimizer.step()
                 return time.thread_time() - started
 
-            seconds.append(_least(run) / count)
+            seconds.append(_usual(run) / count)
         rates[name] = (seconds[0], max(0.0, seconds[1] - seconds[0]) / (4 * 2**19))
     return rates
