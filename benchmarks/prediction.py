@@ -5,12 +5,12 @@
                               … and with --residuals, then python -m benchmarks.intervals: the intervals of predictions
 
 Every plan runs for real: Gloo processes, one thread each, the executor on the plan's own programs. A step's time is the
-slowest rank's from a barrier on. Steps are taken in moments when no other program runs, and thrown away if others then
-took more than a small share of the processors; the table says how many were, and what the load was. Peak memory is from a
-step of its own under ``tests.support.alive.AliveBytes``.
+slowest rank's from a barrier on. Peak memory is from a step of its own under ``tests.support.alive.AliveBytes``.
 
-A virtual machine computes 20% slower in one minute than in another, whatever runs in it. So all is done in turns: each
-calibrates, plans, and runs every plan, a few minutes in all, and a plan's row is of the turn whose error is its middle one.
+Whatever else runs on a machine, seen or unseen, slows it down; a virtual one computes a fifth slower for seconds, several
+times a minute. So the same work is timed before and after every step, and a step counts if both took no more than in the
+machine's better moments; the table says how many did not. And all is done in turns: each calibrates, plans, and runs every
+plan, and a plan's row is of the turn whose error is its middle one.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ import torch
 from benchmarks.prediction_plans import WORKERS_OF_HYBRID, PlanCase, hybrid_cases, plan_cases
 from benchmarks.prediction_rank import (
     RankSteps,
-    busy_seconds,
     measure_memory,
+    pace_seconds,
     prepare,
     time_steps,
 )
@@ -46,8 +46,9 @@ from passes.costs.cases import count_case
 from runtime.measure.collectives import measure_collectives
 from runtime.ranks.launch import WorkerPool
 
-FOREIGN_SHARE = 0.10
-"""A step counts as undisturbed if other programs used less than this share of the processors during it."""
+PACE_SHARE = 0.10
+"""A step counts as undisturbed if the same work before and after it took no more than this above its usual time: the 20th
+percentile of all so far, as a third of all are slowed down at most."""
 
 
 @dataclass
@@ -160,41 +161,52 @@ def calibrated() -> Path:
 def _time(pool: WorkerPool, rows: Sequence[Row], options: argparse.Namespace) -> None:
     """Rounds over all plans until each has ``steps`` undisturbed steps, or time is up."""
     deadline = time.monotonic() + options.limit
-    steps = options.steps
-    while time.monotonic() < deadline and any(len(row.seconds) < steps for row in rows):
+    paces = _paces(pool, 60)
+    while time.monotonic() < deadline and any(len(row.seconds) < options.steps for row in rows):
         for number, row in enumerate(rows):
-            if len(row.seconds) >= steps:
+            if len(row.seconds) >= options.steps:
                 continue
-            _await_quiet(min(deadline, time.monotonic() + options.patience))
+            _await_quiet(pool, paces, min(deadline, time.monotonic() + options.patience))
             ranks: list[RankSteps] = pool.run(time_steps, number, 3, options.nice)
             for step in range(len(ranks[0].seconds)):
-                seconds = max(rank.seconds[step] for rank in ranks)
-                quiet = ranks[0].busy_seconds[step] - sum(r.own_seconds[step] for r in ranks)
-                cores = os.cpu_count() or 1
-                bucket = row.seconds if quiet < FOREIGN_SHARE * cores * seconds + 0.01 else row.disturbed
-                bucket.append(seconds)
+                around = [max(two) for two in zip(*(rank.pace_seconds[step] for rank in ranks), strict=True)]
+                paces += around
+                bucket = row.seconds if max(around) < _good(paces) else row.disturbed
+                bucket.append(max(rank.seconds[step] for rank in ranks))
                 if bucket is row.seconds or not row.seconds:
                     row.own.append(tuple(rank.own_seconds[step] for rank in ranks))
 
 
-def _await_quiet(deadline: float) -> None:
-    """Until other programs leave the processors alone for a moment, or ``deadline``."""
+def _paces(pool: WorkerPool, times: int) -> list[float]:
+    """Time the same work on all workers; the slowest of them counts."""
+    ranks: list[list[float]] = pool.run(pace_seconds, times)
+    return [max(seconds) for seconds in zip(*ranks, strict=True)]
+
+
+def _good(paces: Sequence[float]) -> float:
+    """Return the most that the same work takes in a good moment."""
+    return (1 + PACE_SHARE) * statistics.quantiles(paces, n=5)[0]
+
+
+def _await_quiet(pool: WorkerPool, paces: list[float], deadline: float) -> None:
+    """Wait for a good moment of the machine, or ``deadline``."""
     while time.monotonic() < deadline:
-        before, started = busy_seconds(), time.monotonic()
-        time.sleep(0.25)
-        if busy_seconds() - before < 2 * FOREIGN_SHARE * (time.monotonic() - started):
+        now = _paces(pool, 5)
+        paces += now
+        if max(now[2:]) < _good(paces):
             return
 
 
 def _table(rows: Sequence[Row], errors_by_turn: Sequence[Sequence[float]]) -> str:
     lines = [
-        f"{'plan':34}{'predicted':>11}{'measured':>11}{'error':>8}   {'peak predicted':>17}{'measured':>17}{'error':>14}"
-        "   steps (disturbed)   errors by turn"
+        f"{'plan':34}{'predicted':>11}{'measured':>11}{'error':>8}   {'peak predicted':>17}{'measured':>17}"
+        f"{'error':>14}   steps (disturbed)   errors by turn"
     ]
     for row, by_turn in zip(rows, errors_by_turn, strict=True):
         errors = " ".join(f"{e:+.1%}" for e in row.memory_errors)
         lines.append(
-            f"{row.case.name:34}{row.predicted * 1e3:8.1f} ms{row.measured * 1e3:8.1f} ms{row.error:+8.1%}   "
+            f"{row.case.name:34}{row.predicted * 1e3:8.1f} ms{row.measured * 1e3:8.1f} ms"
+            f"{row.error:+8.1%}   "
             f"{_mib(row.predicted_bytes):>17}{_mib(row.peak_bytes):>17}{errors:>14}"
             f"   {len(row.seconds)} ({len(row.disturbed)})   {' '.join(f'{e:+.1%}' for e in by_turn)}"
         )

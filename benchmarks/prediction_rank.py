@@ -36,11 +36,11 @@ _ready: dict[int, _Ready] = {}
 
 @dataclass(frozen=True)
 class RankSteps:
-    """Per step: this rank's seconds, its own processor seconds, and the whole machine's busy processor seconds."""
+    """Per step: this rank's seconds, its own processor seconds, and what ``pace_seconds`` took before and after it."""
 
     seconds: list[float]
     own_seconds: list[float]
-    busy_seconds: list[float]
+    pace_seconds: list[tuple[float, float]]
 
 
 def prepare(number: int, task: VerificationTask) -> None:
@@ -103,23 +103,35 @@ def time_steps(number: int, steps: int, niceness: int) -> RankSteps:
     _set_priority(niceness)
     try:
         step(number)
+        (before,) = pace_seconds(1)
         for _ in range(steps):
             dist.barrier()
-            busy, own, started = busy_seconds(), time.process_time(), time.perf_counter()
+            own, started = time.process_time(), time.perf_counter()
             step(number)
             found.seconds.append(time.perf_counter() - started)
             found.own_seconds.append(time.process_time() - own)
-            found.busy_seconds.append(busy_seconds() - busy)
+            (after,) = pace_seconds(1)
+            found.pace_seconds.append((before, after))
+            before = after
     finally:
         _set_priority(0)
     return found
 
 
-def busy_seconds() -> float:
-    """Processor seconds that all programs of this machine have used; 0 where the system does not say."""
-    try:
-        fields = Path("/proc/stat").read_text(encoding="ascii").splitlines()[0].split()[1:]
-    except OSError:
-        return 0.0
-    user, nice, system, _idle, _iowait, irq, softirq = map(int, fields[:7])
-    return (user + nice + system + irq + softirq) / 100.0
+def pace_seconds(times: int) -> list[float]:
+    """Time the same work, ``times`` times: a transformer's layer, forward and backward, on all ranks at once."""
+    torch.set_num_threads(1)
+    if not _layers:
+        _layers.append(torch.nn.TransformerEncoderLayer(256, 4, 1024, batch_first=True))
+        pace_seconds(2)
+    samples, spent = torch.ones(4, 128, 256), []
+    for _ in range(times):
+        dist.barrier()
+        started = time.perf_counter()
+        _layers[0](samples).sum().backward()
+        spent.append(time.perf_counter() - started)
+    return spent
+
+
+_layers: list[torch.nn.Module] = []
+"""The layer of ``pace_seconds``, once it has been made."""

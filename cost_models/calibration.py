@@ -38,7 +38,7 @@ from cost_models.rates import MeasuredRates
 
 logger = logging.getLogger("partitioner")
 
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
 VARIABLE = "PARTITIONER_CALIBRATION"
 """Environment variable: the calibration file to use; ``none`` for no calibration."""
 

@@ -44,7 +44,12 @@ ALIASES = {
 }
 """Kinds that are charged as another one that does the same work."""
 
-ARITHMETIC = frozenset({"linear", "matmul", "conv2d", "conv_transpose2d", "scaled_dot_product_attention"})
+MATH_ATTENTION = "math_attention"
+"""The kind of attention that is not one kernel, but products and a softmax (the backend "math")."""
+
+ARITHMETIC = frozenset(
+    {"linear", "matmul", "conv2d", "conv_transpose2d", "scaled_dot_product_attention", MATH_ATTENTION}
+)
 """Kinds with a ``CostLine``; the others have a ``CostCurve``."""
 
 
@@ -153,6 +158,9 @@ def _products() -> Iterator[OpCase]:
         yield OpCase("matmul", aten.matmul.default, _normal((batch, rows, inner), (batch, inner, rows)))
 
 
+_attend = aten.scaled_dot_product_attention.default
+
+
 def _attention() -> Iterator[OpCase]:
     for batch, heads, tokens, width in ((1, 2, 16, 16), (2, 4, 64, 32), (4, 4, 128, 64), (2, 8, 256, 64)):
 
@@ -162,11 +170,9 @@ def _attention() -> Iterator[OpCase]:
             one = torch.randn(3, batch, tokens, heads, width)
             return [part.transpose(1, 2) for part in one.unbind()]
 
-        yield OpCase(
-            "scaled_dot_product_attention",
-            lambda q, k, v: aten.scaled_dot_product_attention.default(q, k, v, None, 0.0, True),
-            qkv,
-        )
+        yield OpCase("scaled_dot_product_attention", lambda q, k, v: _attend(q, k, v, None, 0.0, True), qkv)
+        # With dropout, processors have no kernel of one piece: scores are written, and read again.
+        yield OpCase(MATH_ATTENTION, lambda q, k, v: _attend(q, k, v, None, 0.1, True), qkv)
 
 
 def _images() -> Iterator[OpCase]:

@@ -31,7 +31,7 @@ from cost_models.compute import (
     additive_seconds,
     segment_seconds,
 )
-from cost_models.op_cases import kind_of
+from cost_models.op_cases import MATH_ATTENTION, kind_of
 from passes.costs.extra_work import extra_work
 from passes.costs.profiled_once import profile_once
 from passes.costs.saved import OpProfile
@@ -284,7 +284,10 @@ def _assemble(
                 for signature, structure in zip(table.signatures, model.structures, strict=True)
             ),
             shares=np.array([structure.share for structure in model.structures], dtype=np.float64),
-            kinds=tuple(kind_of(signature.target) for signature in table.signatures),
+            kinds=tuple(
+                MATH_ATTENTION if structure.attention_backend == "math" else kind_of(signature.target)
+                for signature, structure in zip(table.signatures, model.structures, strict=True)
+            ),
             extra=extra_work(graph, table, storages),
         ),
         _one_sample=one_sample,

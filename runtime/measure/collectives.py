@@ -2,12 +2,15 @@
 
     calibrate(2, count_case, measure_collectives)
 
-Each is called as a bridge calls it (``runtime.mesh.axis``), its copies included. Sizes are those of the whole tensor.
+Each is called as a bridge calls it (``runtime.mesh.axis``), its copies included, between products that both ranks compute:
+a rank that computes answers later than one that sleeps, and its neighbour's thread wakes up beside it. A collective takes
+what it adds to these products. Sizes are those of the whole tensor.
 """
 
 from __future__ import annotations
 
 import itertools
+import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -19,19 +22,18 @@ from torch import Tensor
 from cost_models.calibration_run import Curve
 from runtime.mesh.axis import Axis
 
-SIZES_BYTES = (2**10, 2**14, 2**17, 2**20, 2**22, 2**24)
-ROUNDS, TURNS = 15, 3
-"""Each time is the least of TURNS medians of ROUNDS: another program takes a core for longer than one of them takes."""
-WARM_UPS = 2
-PRODUCTS = 4
-"""Products of 256 x 256 before each, a millisecond or less."""
+SIZES_BYTES = (2**12, 2**16, 2**19, 2**22, 2**24)
+TURNS, ROUNDS, CALLS = 3, 5, 8
+"""The least of TURNS medians of ROUNDS counts: a machine is slower for seconds, and another program that takes a core
+shows in a few rounds. Each is of CALLS calls, so that a call that waited long counts as often as it happens."""
+PRODUCTS = 2
+"""Products of 256 x 256 before each call: about as long as what a sharded block computes between two of them."""
 
 
 def measure_collectives(rank: int, group: Any) -> Mapping[str, Curve]:
-    """Measure with the other rank of ``group``, which calls this too: from when the later rank is there.
+    """Measure with the other rank of ``group``, which calls this too; what the slower rank takes.
 
-    Both compute before, as they do in a step: a core that slept takes longer to answer. A smaller tensor is not believed
-    to take longer than a larger one.
+    A smaller tensor is not believed to take longer than a larger one.
     """
     axis = Axis("pair", 2, rank, group)
     turns = [_turn(axis) for _ in range(TURNS)]
@@ -48,7 +50,7 @@ def _turn(axis: Axis) -> Mapping[str, Sequence[float]]:
     found = {}
     for kind, (rows, columns, call) in _calls(axis).items():
         sides = [torch.ones(rows, size // 4 // rows // columns, columns) for size in SIZES_BYTES]
-        found[kind] = [_seconds(axis.group, call, side) for side in sides]
+        found[kind] = [_added_seconds(axis.group, call, side) for side in sides]
     return found
 
 
@@ -62,15 +64,23 @@ def _calls(axis: Axis) -> Mapping[str, tuple[int, int, Callable[[Tensor], Tensor
     }
 
 
-def _seconds(group: Any, call: Callable[[Tensor], Tensor], operand: Tensor) -> float:
-    spent, product = [], torch.ones(256, 256)
-    for _ in range(WARM_UPS + ROUNDS):
+def _added_seconds(group: Any, call: Callable[[Tensor], Tensor], operand: Tensor) -> float:
+    product, added = torch.ones(256, 256), []
+
+    def run(calls: bool) -> float:
         dist.barrier(group=group)
-        for _ in range(PRODUCTS):
-            product.mm(product)
         started = time.perf_counter()
-        call(operand)
-        spent.append(time.perf_counter() - started)
-    later = torch.tensor(spent[WARM_UPS:], dtype=torch.float64)
-    dist.all_reduce(later, dist.ReduceOp.MIN, group=group)
-    return float(later.median())
+        for _ in range(CALLS):
+            for _ in range(PRODUCTS):
+                product.mm(product)
+            if calls:
+                call(operand)
+        return time.perf_counter() - started
+
+    run(True)
+    for _ in range(ROUNDS):
+        quiet = run(False)
+        added.append(max(1e-6, run(True) - quiet) / CALLS)
+    slower = torch.tensor(statistics.median(added), dtype=torch.float64)
+    dist.all_reduce(slower, dist.ReduceOp.MAX, group=group)
+    return float(slower)
