@@ -8,19 +8,20 @@ Every plan runs for real: Gloo processes, one thread each, the executor on the p
 slowest rank's from a barrier on. Peak memory is from a step of its own under ``tests.support.alive.AliveBytes``.
 
 Whatever else runs on a machine, seen or unseen, slows it down; a virtual one computes a fifth slower for seconds, several
-times a minute. So the same work is timed before and after every step, and a step counts if both took no more than in the
-machine's better moments; the table says how many did not. And all is done in turns: each calibrates, plans, and runs every
-plan, and a plan's row is of the turn whose error is its middle one.
+times a minute, or for minutes. So the machine's pace, the same work on all workers, is timed before and after every step.
+A step counts at the machine's better pace, which a calibration takes for its own, since the least of its turns counts; the
+table shows both, as measured and at that pace. All is done in turns: each calibrates, plans, and runs every plan, and a
+plan's row is of the turn whose error is its middle one.
 """
 
 from __future__ import annotations
 
 import argparse
 import fnmatch
+import itertools
 import json
 import os
 import statistics
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -32,7 +33,6 @@ from benchmarks.prediction_plans import WORKERS_OF_HYBRID, PlanCase, hybrid_case
 from benchmarks.prediction_rank import (
     RankSteps,
     measure_memory,
-    pace_seconds,
     prepare,
     time_steps,
 )
@@ -46,20 +46,20 @@ from passes.costs.cases import count_case
 from runtime.measure.collectives import measure_collectives
 from runtime.ranks.launch import WorkerPool
 
-PACE_SHARE = 0.10
-"""A step counts as undisturbed if the same work before and after it took no more than this above its usual time: the 20th
-percentile of all so far, as a third of all are slowed down at most."""
-
 
 @dataclass
 class Row:
-    """One plan's predictions and measurements. ``own``: processor seconds of each rank, per undisturbed step."""
+    """One plan's predictions and measurements in one turn.
+
+    ``seconds``, ``paces`` and ``own``: of each step its time, the pace around it, and the processor seconds of each rank.
+    """
 
     case: PlanCase
     plan: Plan
     seconds: list[float] = field(default_factory=list)
-    disturbed: list[float] = field(default_factory=list)
+    paces: list[float] = field(default_factory=list)
     own: list[tuple[float, ...]] = field(default_factory=list)
+    better_pace: float = 1.0
     peak_bytes: tuple[int, ...] = ()
 
     @property
@@ -67,9 +67,14 @@ class Row:
         return self.plan.prediction.step_seconds
 
     @property
+    def as_measured(self) -> float:
+        return statistics.median(self.seconds)
+
+    @property
     def measured(self) -> float:
-        """Median of the undisturbed steps; of all, if there are fewer than three."""
-        return statistics.median(self.seconds if len(self.seconds) >= 3 else self.seconds + self.disturbed)
+        """Median of the steps' times at the machine's better pace."""
+        pairs = zip(self.seconds, self.paces, strict=True)
+        return statistics.median(seconds * self.better_pace / pace for seconds, pace in pairs)
 
     @property
     def error(self) -> float:
@@ -91,11 +96,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Calibrate unless told not to, plan, measure, print the table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--turns", type=int, default=3, help="calibrations, each followed by all plans")
-    parser.add_argument("--steps", type=int, default=6, help="undisturbed steps per plan and turn")
-    parser.add_argument("--limit", type=float, default=120.0, help="seconds for timing all plans in a turn")
+    parser.add_argument("--steps", type=int, default=6, help="steps per plan and turn")
     parser.add_argument("--only", default="*", help="glob over plan names")
     parser.add_argument("--calibration", type=Path, help="use this file instead of calibrating anew")
-    parser.add_argument("--patience", type=float, default=10.0, help="seconds to wait for a quiet moment")
     parser.add_argument(
         "--nice", type=int, default=0, help="niceness of the workers during a step, such as -15"
     )
@@ -114,6 +117,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     torch.set_num_threads(1)
     load = os.getloadavg()
     turns = [_turn(cases, workers, options) for _ in range(options.turns)]
+    better = statistics.quantiles([pace for turn in turns for row in turn for pace in row.paces], n=5)[0]
+    for row in itertools.chain(*turns):
+        row.better_pace = better
     rows = [
         sorted(of_case, key=lambda row: row.error)[len(of_case) // 2] for of_case in zip(*turns, strict=True)
     ]
@@ -159,62 +165,40 @@ def calibrated() -> Path:
 
 
 def _time(pool: WorkerPool, rows: Sequence[Row], options: argparse.Namespace) -> None:
-    """Rounds over all plans until each has ``steps`` undisturbed steps, or time is up."""
-    deadline = time.monotonic() + options.limit
-    paces = _paces(pool, 60)
-    while time.monotonic() < deadline and any(len(row.seconds) < options.steps for row in rows):
+    """Time all plans by turns, so that none has the machine's slow minute to itself."""
+    at_once = 2
+    for _ in range(0, options.steps, at_once):
         for number, row in enumerate(rows):
-            if len(row.seconds) >= options.steps:
-                continue
-            _await_quiet(pool, paces, min(deadline, time.monotonic() + options.patience))
-            ranks: list[RankSteps] = pool.run(time_steps, number, 3, options.nice)
-            for step in range(len(ranks[0].seconds)):
-                around = [max(two) for two in zip(*(rank.pace_seconds[step] for rank in ranks), strict=True)]
-                paces += around
-                bucket = row.seconds if max(around) < _good(paces) else row.disturbed
-                bucket.append(max(rank.seconds[step] for rank in ranks))
-                if bucket is row.seconds or not row.seconds:
-                    row.own.append(tuple(rank.own_seconds[step] for rank in ranks))
-
-
-def _paces(pool: WorkerPool, times: int) -> list[float]:
-    """Time the same work on all workers; the slowest of them counts."""
-    ranks: list[list[float]] = pool.run(pace_seconds, times)
-    return [max(seconds) for seconds in zip(*ranks, strict=True)]
-
-
-def _good(paces: Sequence[float]) -> float:
-    """Return the most that the same work takes in a good moment."""
-    return (1 + PACE_SHARE) * statistics.quantiles(paces, n=5)[0]
-
-
-def _await_quiet(pool: WorkerPool, paces: list[float], deadline: float) -> None:
-    """Wait for a good moment of the machine, or ``deadline``."""
-    while time.monotonic() < deadline:
-        now = _paces(pool, 5)
-        paces += now
-        if max(now[2:]) < _good(paces):
-            return
+            ranks: list[RankSteps] = pool.run(time_steps, number, at_once, options.nice)
+            for step in range(at_once):
+                row.seconds.append(max(rank.seconds[step] for rank in ranks))
+                row.paces.append(max(statistics.mean(rank.pace_seconds[step]) for rank in ranks))
+                row.own.append(tuple(rank.own_seconds[step] for rank in ranks))
 
 
 def _table(rows: Sequence[Row], errors_by_turn: Sequence[Sequence[float]]) -> str:
     lines = [
-        f"{'plan':34}{'predicted':>11}{'measured':>11}{'error':>8}   {'peak predicted':>17}{'measured':>17}"
-        f"{'error':>14}   steps (disturbed)   errors by turn"
+        f"{'plan':34}{'predicted':>11}{'measured':>11}{'at pace':>11}{'error':>8}   {'peak predicted':>17}{'measured':>17}"
+        f"{'error':>14}   errors by turn"
     ]
     for row, by_turn in zip(rows, errors_by_turn, strict=True):
         errors = " ".join(f"{e:+.1%}" for e in row.memory_errors)
         lines.append(
-            f"{row.case.name:34}{row.predicted * 1e3:8.1f} ms{row.measured * 1e3:8.1f} ms"
+            f"{row.case.name:34}{row.predicted * 1e3:8.1f} ms{row.as_measured * 1e3:8.1f} ms"
+            f"{row.measured * 1e3:8.1f} ms"
             f"{row.error:+8.1%}   "
             f"{_mib(row.predicted_bytes):>17}{_mib(row.peak_bytes):>17}{errors:>14}"
-            f"   {len(row.seconds)} ({len(row.disturbed)})   {' '.join(f'{e:+.1%}' for e in by_turn)}"
+            f"   {' '.join(f'{e:+.1%}' for e in by_turn)}"
         )
     times = [abs(row.error) for row in rows]
     memory = [abs(e) for row in rows for e in row.memory_errors]
     lines.append(
         f"median |error|: step time {statistics.median(times):.1%} (largest {max(times):.1%}), "
         f"peak memory {statistics.median(memory):.1%} (largest {max(memory):.1%})"
+    )
+    raw = [abs(row.predicted / row.as_measured - 1.0) for row in rows]
+    lines.append(
+        f"as measured, whatever the pace: step time {statistics.median(raw):.1%} (largest {max(raw):.1%})"
     )
     for model in dict.fromkeys(row.case.model for row in rows):
         group = [row for row in rows if row.case.model == model]
@@ -240,8 +224,8 @@ def _as_data(row: Row) -> dict[str, Any]:
         "measured_seconds": row.measured,
         "own_seconds": row.own,
         "busy_predicted": simulate_plan(row.plan).busy_seconds,
-        "undisturbed": row.seconds,
-        "disturbed": row.disturbed,
+        "seconds": row.seconds,
+        "paces": row.paces,
         "predicted_bytes": row.predicted_bytes,
         "measured_bytes": row.peak_bytes,
     }

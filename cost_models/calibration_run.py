@@ -6,8 +6,7 @@ import multiprocessing
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
@@ -17,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from cost_models.errors import InternalError
+from cost_models.host import keep_freed_memory
 from cost_models.measure_links import LinkTimes, make_pair, measure_links
 from cost_models.measure_ops import (
     CaseSeconds,
@@ -38,8 +38,6 @@ _TIME_LIMIT_SECONDS = 180.0
 _TURNS = 3
 """The least of so many turns counts, which are 10 seconds apart: a virtual machine computes a fifth slower for seconds,
 several times a minute."""
-_KEEP_MEMORY = {"MALLOC_TRIM_THRESHOLD_": str(2**30), "MALLOC_MMAP_THRESHOLD_": str(2**25)}
-"""Environment variables of glibc: 2^25 bytes is the most that its own, dynamic threshold grows to."""
 _DTYPES = {
     "float32": torch.float32,
     "float64": torch.float64,
@@ -73,8 +71,7 @@ def measure_workers(workers: int, collectives: MeasureCollectives | None = None)
             process = context.Process(
                 target=_worker, args=(rank, workers, store.port, theirs, collectives), daemon=True
             )
-            with _memory_kept():
-                process.start()
+            process.start()
             theirs.close()
             started.append((process, ours))
         return _collect([pipe for _, pipe in started])
@@ -85,24 +82,6 @@ def measure_workers(workers: int, collectives: MeasureCollectives | None = None)
             if process.is_alive():
                 process.kill()
                 process.join()
-
-
-@contextmanager
-def _memory_kept() -> Iterator[None]:
-    """Let processes that start meanwhile keep the memory that they have freed, as a process does that trains for a while.
-
-    glibc returns it to the system at first, and the next op pays for getting it again: three times what adding takes.
-    """
-    before = {name: os.environ.get(name) for name in _KEEP_MEMORY}
-    os.environ.update(_KEEP_MEMORY)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
 
 
 def _collect(pipes: list[Connection]) -> list[WorkerTimes]:
@@ -127,6 +106,7 @@ def _worker(
 ) -> None:
     os.environ["OMP_NUM_THREADS"] = "1"
     torch.set_num_threads(1)
+    keep_freed_memory()
     if sys.platform.startswith("linux"):
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     store = dist.TCPStore(_HOST, port, is_master=False, timeout=timedelta(seconds=60))

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
+import platform
 from pathlib import Path
 
 _CGROUP_LIMITS = (
@@ -21,3 +23,19 @@ def memory_bytes() -> int:
 def core_count() -> int:
     """Return the number of cores that this process may run on."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
+"""Parameters of glibc's ``mallopt`` (malloc.h)."""
+
+
+def keep_freed_memory() -> None:
+    """Let this process keep the memory that it frees, where the C library is glibc; the most that it holds is the same.
+
+    glibc gives large blocks, and the top of its heap, back to the system. Every step then grows to its peak anew, and the
+    system clears each page of it again: a fifth of the step of a small convolutional network on two processors.
+    """
+    if platform.libc_ver()[0] == "glibc":
+        libc = ctypes.CDLL(None)
+        libc.mallopt(_TRIM_THRESHOLD, 2**31 - 1)
+        libc.mallopt(_MMAP_THRESHOLD, 2**25)  # the most that glibc takes

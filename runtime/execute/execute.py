@@ -23,6 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from cost_models.errors import InternalError, UsageError
+from cost_models.host import keep_freed_memory
 from runtime.execute.bind import Binder
 from runtime.execute.context import Shared
 from runtime.execute.loaded import Loaded, MakeBinder, Replan, Surroundings
@@ -87,6 +88,8 @@ class Executor:
         shardings: Mapping[str, Sharding] | None = None,
     ) -> None:
         self.device, self.timeout_seconds = torch.device(device), timeout_seconds
+        if self.device.type == "cpu":
+            keep_freed_memory()
         self.seed = seed
         self.step = 0
         """Number of training steps so far. Dropout depends on it, so a resumed run sets it."""
