@@ -53,7 +53,7 @@ def test_a_part_that_fails_or_hangs_leaves_the_others(tmp_path: Path) -> None:
         part(tmp_path, "fails", "import sys; print('why'); sys.exit(3)"),
         part(tmp_path, "hangs", HANGS, 3.0),
         part(tmp_path, "writes then fails", f"{WRITES}; raise SystemExit(1)"),
-        part(tmp_path, "writes when interrupted", INTERRUPTED, 3.0),
+        part(tmp_path, "writes when interrupted", INTERRUPTED, 6.0),
         part(tmp_path, "writes", WRITES),
     ]
     found = run_parts(parts, path, {"card": "none"})
