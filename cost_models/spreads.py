@@ -11,21 +11,21 @@ from cost_models.devices import DeviceKind
 from cost_models.intervals import Kind, Rates, Spread
 
 STEP_SECONDS: Mapping[tuple[Kind, Rates], Spread] = {
-    ("one device", "calibrated"): Spread(center=0.0748, scale=0.1632, freedom=4, runs=0, sources=0),
-    ("one device", "named stack"): Spread(center=0.0748, scale=0.1632, freedom=4, runs=0, sources=0),
-    ("one device", "presets"): Spread(center=0.0710, scale=0.1203, freedom=7, runs=12, sources=3),
-    ("data parallel", "calibrated"): Spread(center=0.0748, scale=0.1632, freedom=4, runs=0, sources=0),
-    ("data parallel", "named stack"): Spread(center=0.0280, scale=0.0890, freedom=7, runs=93, sources=3),
-    ("data parallel", "presets"): Spread(center=0.0256, scale=0.1215, freedom=5, runs=2, sources=1),
-    ("pipeline", "calibrated"): Spread(center=0.0717, scale=0.0924, freedom=9, runs=15, sources=5),
-    ("pipeline", "named stack"): Spread(center=0.0748, scale=0.1632, freedom=4, runs=0, sources=0),
-    ("pipeline", "presets"): Spread(center=0.0748, scale=0.1632, freedom=4, runs=0, sources=0),
-    ("sharded", "calibrated"): Spread(center=0.2109, scale=0.3247, freedom=8, runs=18, sources=4),
-    ("sharded", "named stack"): Spread(center=0.0748, scale=0.1632, freedom=4, runs=0, sources=0),
-    ("sharded", "presets"): Spread(center=0.0748, scale=0.1632, freedom=4, runs=0, sources=0),
+    ("one device", "calibrated"): Spread(center=0.0426, scale=0.1152, freedom=5, runs=0, sources=0),
+    ("one device", "named stack"): Spread(center=0.0426, scale=0.1152, freedom=5, runs=0, sources=0),
+    ("one device", "presets"): Spread(center=0.0629, scale=0.1064, freedom=8, runs=12, sources=3),
+    ("data parallel", "calibrated"): Spread(center=0.0330, scale=0.0674, freedom=9, runs=6, sources=4),
+    ("data parallel", "named stack"): Spread(center=0.0199, scale=0.0683, freedom=8, runs=93, sources=3),
+    ("data parallel", "presets"): Spread(center=0.0095, scale=0.0868, freedom=6, runs=2, sources=1),
+    ("pipeline", "calibrated"): Spread(center=0.0406, scale=0.0786, freedom=10, runs=21, sources=5),
+    ("pipeline", "named stack"): Spread(center=0.0426, scale=0.1152, freedom=5, runs=0, sources=0),
+    ("pipeline", "presets"): Spread(center=0.0426, scale=0.1152, freedom=5, runs=0, sources=0),
+    ("sharded", "calibrated"): Spread(center=0.1162, scale=0.2823, freedom=12, runs=21, sources=7),
+    ("sharded", "named stack"): Spread(center=0.0426, scale=0.1152, freedom=5, runs=0, sources=0),
+    ("sharded", "presets"): Spread(center=0.0426, scale=0.1152, freedom=5, runs=0, sources=0),
 }
 
 PEAK_BYTES: Mapping[DeviceKind, Spread] = {
-    "cuda": Spread(center=0.0730, scale=0.1151, freedom=3, runs=10, sources=2),
-    "cpu": Spread(center=-0.0012, scale=0.0574, freedom=10, runs=33, sources=9),
+    "cuda": Spread(center=0.0706, scale=0.1152, freedom=3, runs=10, sources=2),
+    "cpu": Spread(center=-0.0151, scale=0.0528, freedom=10, runs=48, sources=9),
 }
