@@ -185,8 +185,7 @@ def _table(rows: Sequence[Row], errors_by_turn: Sequence[Sequence[float]]) -> st
         errors = " ".join(f"{e:+.1%}" for e in row.memory_errors)
         lines.append(
             f"{row.case.name:34}{row.predicted * 1e3:8.1f} ms{row.as_measured * 1e3:8.1f} ms"
-            f"{row.measured * 1e3:8.1f} ms"
-            f"{row.error:+8.1%}   "
+            f"{row.measured * 1e3:8.1f} ms{row.error:+8.1%}   "
             f"{_mib(row.predicted_bytes):>17}{_mib(row.peak_bytes):>17}{errors:>14}"
             f"   {' '.join(f'{e:+.1%}' for e in by_turn)}"
         )

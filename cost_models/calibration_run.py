@@ -48,14 +48,20 @@ _DTYPES = {
 
 
 @dataclass(frozen=True)
-class WorkerTimes:
-    """The measurements of one worker. ``link``, ``collectives`` and ``busy_slowdown`` are rank 0's."""
+class ComputeTimes:
+    """One measurement of all that a worker computes."""
 
     cases: tuple[CaseSeconds, ...]
     flops_per_second: dict[str, float]
     copy_bytes_per_second: float
     optimizers: dict[str, tuple[float, float]]
     compute_overhead_seconds: float
+
+
+@dataclass(frozen=True)
+class WorkerTimes(ComputeTimes):
+    """The measurements of one worker. ``link``, ``collectives`` and ``busy_slowdown`` are rank 0's."""
+
     busy_slowdown: float
     link: LinkTimes | None
     collectives: Mapping[str, Curve]
@@ -120,17 +126,6 @@ def _worker(
         dist.destroy_process_group()
 
 
-@dataclass(frozen=True)
-class _Turn:
-    """One measurement of all that a worker computes."""
-
-    cases: tuple[CaseSeconds, ...]
-    flops_per_second: dict[str, float]
-    copy_bytes_per_second: float
-    optimizers: dict[str, tuple[float, float]]
-    compute_overhead_seconds: float
-
-
 def _measure(rank: int, workers: int, collectives: MeasureCollectives | None) -> WorkerTimes:
     torch.manual_seed(0)
     cases = op_cases()
@@ -140,7 +135,7 @@ def _measure(rank: int, workers: int, collectives: MeasureCollectives | None) ->
     for _ in range(_TURNS):
         dist.barrier()
         turns.append(
-            _Turn(
+            ComputeTimes(
                 tuple(measure_case(case) for case in cases),
                 {name: matmul_flops_per_second(dtype) for name, dtype in _DTYPES.items()},
                 copy_bytes_per_second(),
