@@ -31,6 +31,7 @@ from examples.mlp import mlp
 from examples.unet import unet
 from partitioner.api import partition
 from partitioner.models.as_graph import as_graph
+from partitioner.models.hugging_face import example_batch
 from partitioner.models.load import load_workload
 from partitioner.models.workload import Workload
 from partitioner.plan import Plan
@@ -56,13 +57,30 @@ def _bundled(name: str, seq: int | None = None, **settings: str) -> Callable[[],
     return lambda: load_workload(name, settings=settings, seq=seq, dtype=None)
 
 
+def _llama() -> Workload:
+    """Build a Llama of 360 million parameters, with weights: the bundled ones are full-size and have none."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        hidden_size=1024,
+        intermediate_size=2816,
+        num_hidden_layers=24,
+        num_attention_heads=16,
+        num_key_value_heads=8,
+        vocab_size=32_000,
+        use_cache=False,
+    )
+    model = LlamaForCausalLM(config)
+    return Workload(model, example_batch(model, 1024, 2, 0), name="llama")
+
+
 MODELS: Mapping[str, GpuModel] = {
     "gpt2": GpuModel(_bundled("gpt2", 512), 8),
     "gpt2-bf16": GpuModel(_bundled("gpt2", 1024), 8, 2, BF16),
     "bert": GpuModel(_bundled("bert", 512), 16),
     "bert-bf16": GpuModel(_bundled("bert", 512), 32, 2, BF16),
     "t5": GpuModel(_bundled("t5", 256), 8),
-    "whisper": GpuModel(_bundled("whisper"), 2),
+    "llama-bf16": GpuModel(_llama, 8, 2, BF16),
     "vit": GpuModel(_bundled("vit"), 32),
     "resnet50": GpuModel(_bundled("resnet50"), 32),
     "unet": GpuModel(lambda: unet(channels=64, size=256), 8),

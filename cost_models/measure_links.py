@@ -71,15 +71,34 @@ def _exchange(rank: int, buffer: Tensor, first: bool) -> None:
 
 
 def _one_way_seconds(rank: int, size_bytes: int) -> float:
-    """Time half a round trip: the median of several."""
-    buffer = torch.ones(size_bytes, dtype=torch.uint8)
-    spent = []
-    for _ in range(_ROUND_TRIPS):
+    """Time a message from its sending until the other rank goes on: the median of several, on rank 0.
+
+    As in a pipeline: the sender has just computed the tensor, and the receiver has posted its receive and waits. Ranks
+    compute in turns, and what both took for it is not counted.
+    """
+    turns = [torch.zeros(2, dtype=torch.float64) for _ in range(_ROUND_TRIPS)]
+    for turn in turns:
+        dist.barrier(group=_pair())
+        coming = torch.empty(size_bytes // 4)
+        receive = dist.irecv(coming, 1 - rank)
+        assert receive is not None
         started = time.perf_counter()
-        _exchange(rank, buffer, first=rank == 0)
-        _exchange(rank, buffer, first=rank == 1)
-        spent.append(time.perf_counter() - started)
-    return statistics.median(spent) / 2
+        if rank == 1:
+            receive.wait()
+        before = time.perf_counter()
+        _products_seconds(_PRODUCTS_BETWEEN)
+        tensor = torch.ones(size_bytes // 4)
+        turn[1] = time.perf_counter() - before
+        send = dist.isend(tensor, 1 - rank)
+        assert send is not None
+        if rank == 0:
+            receive.wait()
+        turn[0] = time.perf_counter() - started
+        send.wait()
+    ours = torch.stack(turns)
+    computing = ours[:, 1].clone()
+    dist.all_reduce(computing, group=_pair())
+    return float((ours[:, 0] - computing).median()) / 2
 
 
 def _overheads(rank: int, charged_seconds: float) -> tuple[float, float]:

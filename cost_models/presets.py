@@ -3,7 +3,8 @@
 Rates are *dense* (data sheets headline the sparse ones, twice as high) and per direction (data sheets add both).
 Memory is what ``torch.cuda.get_device_properties(0).total_memory`` reports, not what the box says;
 ``memory_reserved`` is kept free on top: the CUDA context (about 0.5 GiB), NCCL's buffers, fragmentation. It is an
-allowance, not a measurement. ``launch_overhead`` (5 us for an eager PyTorch operation on the host) is one as well.
+allowance, not a measurement. ``launch_overhead`` (15 us) is what an eager PyTorch operation with its node of the autograd
+graph takes the host: the mean of forward and backward beside an H100 (``benchmarks/data/h100-80gb.json``, torch 2.11).
 ``kernel_overhead``: the smallest products in OpenXLA's table for an H100 take 5.2 us, of which their work is 0.1
 (xla/service/gpu/model/matmul_interpolator_data.h); elementwise kernels take 2 to 3; 4 between them.
 
@@ -54,7 +55,7 @@ DEVICES: Mapping[str, Data] = {
         "memory_reserved": "1GiB",
         "memory_bandwidth": "900GB/s",  # [V100]
         "flops": {"float64": "7.8T", "float32": "15.7T", "float16": "125T"},  # [V100], as below
-        "launch_overhead": "5us",
+        "launch_overhead": "15us",
         "kernel_overhead": "4us",
     },
     "V100-32GB": {
@@ -64,7 +65,7 @@ DEVICES: Mapping[str, Data] = {
         "memory_bandwidth": "900GB/s",  # [V100]
         # [V100]; the 125 are tensor cores. No bfloat16 in hardware, so it is absent and refused.
         "flops": {"float64": "7.8T", "float32": "15.7T", "float16": "125T"},
-        "launch_overhead": "5us",
+        "launch_overhead": "15us",
         "kernel_overhead": "4us",
     },
     "A100-40GB": {
@@ -73,7 +74,7 @@ DEVICES: Mapping[str, Data] = {
         "memory_reserved": "1GiB",
         "memory_bandwidth": "1555GB/s",  # [A100], the 40 GB card
         "flops": _A100_FLOPS,
-        "launch_overhead": "5us",
+        "launch_overhead": "15us",
         "kernel_overhead": "4us",
     },
     "A100-80GB": {
@@ -82,7 +83,7 @@ DEVICES: Mapping[str, Data] = {
         "memory_reserved": "1GiB",
         "memory_bandwidth": "2039GB/s",  # [A100]
         "flops": _A100_FLOPS,
-        "launch_overhead": "5us",
+        "launch_overhead": "15us",
         "kernel_overhead": "4us",
     },
     "H100-80GB": {
@@ -91,7 +92,7 @@ DEVICES: Mapping[str, Data] = {
         "memory_reserved": "1GiB",
         "memory_bandwidth": "3350GB/s",  # [H100]
         "flops": _H100_FLOPS,
-        "launch_overhead": "5us",
+        "launch_overhead": "15us",
         "kernel_overhead": "4us",
     },
     "H200-141GB": {
@@ -100,7 +101,7 @@ DEVICES: Mapping[str, Data] = {
         "memory_reserved": "1GiB",
         "memory_bandwidth": "4800GB/s",  # [H200]
         "flops": _H100_FLOPS,  # [H200]: the compute of an H100
-        "launch_overhead": "5us",
+        "launch_overhead": "15us",
         "kernel_overhead": "4us",
     },
     "TitanX-12GB": {
@@ -110,7 +111,7 @@ DEVICES: Mapping[str, Data] = {
         "memory_bandwidth": "336.5GB/s",  # [TX]
         # [TX]: 3072 cores × 2 × 1.075 GHz boost. float16 is computed as float32, so it is absent.
         "flops": {"float64": "0.206T", "float32": "6.6T"},
-        "launch_overhead": "5us",
+        "launch_overhead": "15us",
         "kernel_overhead": "4us",
     },
     "GTX580-3GB": {
@@ -119,7 +120,7 @@ DEVICES: Mapping[str, Data] = {
         "memory_reserved": "256MiB",
         "memory_bandwidth": "192.4GB/s",  # [580]
         "flops": {"float64": "0.198T", "float32": "1.581T"},  # [580]: 512 cores × 2 × 1.544 GHz
-        "launch_overhead": "10us",
+        "launch_overhead": "30us",  # an assumption: hosts of its time are half as fast
     },
     # One thread of a server CPU. Measured on one core of an AMD EPYC with AVX-512, torch 2.13: matmul of
     # 1024 × 1024: float64 54, float32 109, bfloat16 485, float16 1.1 GFLOP/s; one eager add on 8 elements 2.1 us.
