@@ -140,8 +140,10 @@ def segments_of(
     job: Job,
     candidate: Candidate,
     segmentation: Segmentation,
+    *,
+    peaks: bool = True,
 ) -> SegmentGraph:
-    """The DAG of segments, with costs for the largest micro-batch."""
+    """The DAG of segments, with costs for the largest micro-batch; ``peaks`` as ``segment_graph`` has it."""
     largest = microbatch_sizes(job.batch_size, candidate.microbatches)[0]
     deferring = SCHEDULES[candidate.schedule].splits_backward
-    return segment_graph(graph, costs, segmentation, cluster, largest, deferring=deferring)
+    return segment_graph(graph, costs, segmentation, cluster, largest, deferring=deferring, peaks=peaks)

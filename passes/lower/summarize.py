@@ -34,10 +34,12 @@ def segment_graph(
     microbatch_size: int,
     *,
     deferring: bool = False,
+    peaks: bool = True,
 ) -> SegmentGraph:
     """The DAG of segments with seconds and bytes for micro-batches of ``microbatch_size`` samples.
 
     ``deferring``: the schedule runs weight halves apart; what they need of a recomputed block is then kept for them.
+    ``peaks``: False leaves out what a backward holds for a time, where only seconds are asked for.
     """
     ops_of = ops_by_segment(graph, segmentation)
     index_of = {node.name: index for index, node in enumerate(graph.ops)} if segmentation.regions else {}
@@ -69,7 +71,7 @@ def segment_graph(
         )
         peak = (
             backward_peak(graph, costs, indices.tolist(), microbatch_size, regions, deferring=deferring)
-            if backward
+            if backward and peaks
             else BackwardPeak(0, 0, 0)
         )
         cost = SegmentCost(

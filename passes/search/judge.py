@@ -139,7 +139,9 @@ class Judge:
 
     def makespan(self, candidate: Candidate, segmentation: Segmentation) -> float:
         """Seconds of the candidate's schedule over these segments, messages without contention."""
-        segments = segments_of(self.graph, self.costs, self.cluster, self.job, candidate, segmentation)
+        segments = segments_of(
+            self.graph, self.costs, self.cluster, self.job, candidate, segmentation, peaks=False
+        )
         seconds = transfer_seconds(self.cluster)
         order = SCHEDULES[candidate.schedule].order(
             segments, candidate.microbatches, transfer_seconds=seconds

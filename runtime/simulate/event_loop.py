@@ -82,6 +82,9 @@ class EventLoop:
         self._work_left = [0.0 for _ in ranks]
         self._since = [0.0 for _ in ranks]
         self._compute_version = [0 for _ in ranks]
+        self._end_due = [0.0 for _ in ranks]
+        """The moment of the event that ends each running compute; it ends later if it was slowed down since."""
+        self._slowed = [False for _ in ranks]
         self._events: list[tuple[float, int, int, int, int]] = []
         self._count = 0
 
@@ -174,7 +177,8 @@ class EventLoop:
         self._work_left[rank], self._since[rank] = seconds, now
         self._slowdown[rank] = self._slowdown_now(rank)
         self._compute_version[rank] += 1
-        self._at(now + seconds * self._slowdown[rank], _COMPUTE_END, rank, self._compute_version[rank])
+        self._end_due[rank], self._slowed[rank] = now + seconds * self._slowdown[rank], False
+        self._at(self._end_due[rank], _COMPUTE_END, rank, self._compute_version[rank])
         self._time_sums(rank, now)
 
     def _slowdown_now(self, rank: int) -> float:
@@ -186,11 +190,22 @@ class EventLoop:
         return slowdown
 
     def _retime(self, rank: int, now: float) -> None:
-        """Time the running compute of the rank again, if it runs and its speed has changed."""
-        before = self._slowdown[rank]
-        if self._running[rank] < 0 or before == self._slowdown_now(rank):
+        """Time the running compute of the rank again, if it runs and its speed has changed.
+
+        One that ends later keeps the event of its end, which then finds the rest: most transfers are much shorter than
+        the computes beside them, and would be two events each.
+        """
+        if self._running[rank] < 0:
             return
-        self._time_compute(rank, self._left(rank, now), now)
+        slowdown = self._slowdown_now(rank)
+        if slowdown == self._slowdown[rank]:
+            return
+        left = self._left(rank, now)
+        if self._due[rank] or now + left * slowdown < self._end_due[rank]:
+            self._time_compute(rank, left, now)
+            return
+        self._work_left[rank], self._since[rank] = left, now
+        self._slowdown[rank], self._slowed[rank] = slowdown, True
 
     def _left(self, rank: int, now: float) -> float:
         """Return the seconds that the running compute of the rank has left, undisturbed."""
@@ -198,7 +213,10 @@ class EventLoop:
 
     def _compute_ends(self, rank: int, version: int, now: float) -> None:
         if version != self._compute_version[rank]:
-            return  # the compute was slowed down or sped up since: another event ends it
+            return  # the compute was timed again since: another event ends it
+        if self._slowed[rank]:
+            self._time_compute(rank, self._left(rank, now), now)
+            return
         node, self._running[rank] = self._running[rank], -1
         self.end[node] = now
         self._let_sums_start(rank, now)
@@ -213,8 +231,10 @@ class EventLoop:
     def _transfers_change(self, rank: int, change: int, now: float) -> None:
         """Time the running compute of the rank's group again when its first transfer starts or its last one ends."""
         rank = self._leader_of[rank]
-        self._transfers_at[rank] += change
-        self._retime(rank, now)
+        before = self._transfers_at[rank]
+        self._transfers_at[rank] = before + change
+        if self._running[rank] >= 0 and (before == 0 or before + change == 0):
+            self._retime(rank, now)
 
     # Sums beside a compute
 
