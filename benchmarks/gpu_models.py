@@ -31,7 +31,7 @@ from examples.mlp import mlp
 from examples.unet import unet
 from partitioner.api import partition
 from partitioner.models.as_graph import as_graph
-from partitioner.models.hugging_face import example_batch
+from partitioner.models.hugging_face import build, example_batch
 from partitioner.models.load import load_workload
 from partitioner.models.workload import Workload
 from partitioner.plan import Plan
@@ -58,7 +58,7 @@ def _bundled(name: str, seq: int | None = None, **settings: str) -> Callable[[],
 
 
 def _llama() -> Workload:
-    """Build a Llama of 360 million parameters, with weights: the bundled ones are full-size and have none."""
+    """Build a Llama of 350 million parameters, with weights: the bundled ones are full-size and have none."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(
@@ -70,7 +70,7 @@ def _llama() -> Workload:
         vocab_size=32_000,
         use_cache=False,
     )
-    model = LlamaForCausalLM(config)
+    model = build(LlamaForCausalLM, config, torch.float32, on_meta=False)
     return Workload(model, example_batch(model, 1024, 2, 0), name="llama")
 
 

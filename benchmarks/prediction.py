@@ -120,9 +120,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     better = statistics.quantiles([pace for turn in turns for row in turn for pace in row.paces], n=5)[0]
     for row in itertools.chain(*turns):
         row.better_pace = better
-    rows = [
-        sorted(of_case, key=lambda row: row.error)[len(of_case) // 2] for of_case in zip(*turns, strict=True)
-    ]
+    rows = [_middle(of_case) for of_case in zip(*turns, strict=True)]
     print(_table(rows, [[row.error for row in of_case] for of_case in zip(*turns, strict=True)]))
     print(f"load average before and after: {load[0]:.1f}, {os.getloadavg()[0]:.1f}")
     if options.json:
@@ -131,6 +129,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if options.residuals:
         benchmark = "prediction --hybrid" if options.hybrid else "prediction"
         replace_residuals(benchmark, [_residual(benchmark, row, workers) for row in rows])
+
+
+def _middle(of_case: Sequence[Row]) -> Row:
+    """Choose the turn whose error is the middle one; of two in the middle the one that is further off."""
+    ordered = sorted(of_case, key=lambda row: row.error)
+    return max(ordered[(len(ordered) - 1) // 2 : len(ordered) // 2 + 1], key=lambda row: abs(row.error))
 
 
 def _turn(cases: Sequence[PlanCase], workers: int, options: argparse.Namespace) -> list[Row]:
@@ -166,8 +170,8 @@ def calibrated() -> Path:
 
 def _time(pool: WorkerPool, rows: Sequence[Row], options: argparse.Namespace) -> None:
     """Time all plans by turns, so that none has the machine's slow minute to itself."""
-    at_once = 2
-    for _ in range(0, options.steps, at_once):
+    for first in range(0, options.steps, 2):
+        at_once = min(2, options.steps - first)
         for number, row in enumerate(rows):
             ranks: list[RankSteps] = pool.run(time_steps, number, at_once, options.nice)
             for step in range(at_once):

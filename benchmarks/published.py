@@ -8,8 +8,9 @@ A row of ``--runs`` is one run: its model, cards, batch, and what a step took. N
 as it was run (one replica per device, ZeRO-3 where it was FSDP, so many micro-batches), and the error is what the
 simulation says over what was published, less one. Rows that are refused count as such.
 
-Four efficiencies of the stack of 2023 were fitted on llm-foundry's runs (``cost_models.stacks``, [FIT]). ``--held-out``
-predicts those runs with what others published in place of them (``NOT_FITTED``); no other source was fitted on.
+Efficiencies of the stack of 2023 were fitted on llm-foundry's runs (``cost_models.stacks``, [FIT]). ``--held-out``
+predicts those runs with numbers in place of them that know none of these runs (``NOT_FITTED``); no other source was
+fitted on.
 """
 
 from __future__ import annotations
@@ -61,10 +62,11 @@ PUBLISHERS = {
 }
 """Who measured the runs whose names begin so."""
 NOT_FITTED: Mapping[str, Mapping[str, float]] = {
-    "A100": {"attention": 0.40, "attention_backward": 0.30},
-    "H100": {"attention": 0.22, "attention_backward": 0.18, "memory": 0.80},
+    "A100-40GB": {"attention": 0.40, "attention_backward": 0.30, "memory": 0.87},
+    "A100-80GB": {"attention": 0.40, "attention_backward": 0.30, "memory": 0.76},
+    "H100-80GB": {"attention": 0.22, "attention_backward": 0.18, "memory": 0.80},
 }
-"""Efficiencies of the stack of 2023 by card, without llm-foundry's runs. On an A100 the first FlashAttention reaches 0.30
+"""Efficiencies of the stack of 2023 by preset, without llm-foundry's runs. On an A100 the first FlashAttention reaches 0.30
 to 0.50 of the peak forward and 0.25 to 0.35 backward (arXiv 2307.08691, section 1): their middles. On an H100 it is assumed
 to be to FlashAttention-2 as on an A100: 0.33 of 0.60 by 0.40, 0.30 of 0.50 by 0.30. The memory's part is the newest's."""
 
@@ -203,7 +205,7 @@ def cluster_of(run: Run, setting: Setting, held_out: bool = False) -> ClusterSpe
         products = MeasuredRates(flops_per_second={"float32": peak}, efficiency={"vector": part})
         cluster = cluster.with_device_rates(products, provenance="float32 multiplied as tf32")
     if held_out and setting.stack:
-        rates = MeasuredRates(efficiency=NOT_FITTED[CARDS[run.gpu][0].partition("-")[0]])
+        rates = MeasuredRates(efficiency=NOT_FITTED[CARDS[run.gpu][0]])
         cluster = cluster.with_device_rates(rates, provenance="without llm-foundry's runs")
     return cluster
 
@@ -297,7 +299,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--json", type=Path, help="also write the rows here")
     parser.add_argument("--residuals", action="store_true", help="put the rows into benchmarks/residuals.csv")
     parser.add_argument(
-        "--held-out", action="store_true", help="without what was fitted on a run's own source"
+        "--held-out", action="store_true", help="predict each run without what was fitted on its source"
     )
     options = parser.parse_args(arguments)
     if options.residuals and (options.only != "*" or options.held_out):

@@ -188,7 +188,8 @@ OPTIMIZER_LAUNCHES: Mapping[str, float] = MappingProxyType(
     {"sgd": 0.16, "momentum": 0.35, "adam": 1.2, "adamw": 1.2, "amsgrad": 1.2}
 )
 """The host's time for each tensor of parameters in these steps, in launches of an op: 2.3, 5.1, 17.8, 17.3 us beside 14.5
-on an H100's host (``make gpu``, docs/10). It does not pass beside the device's: the executor waits for that before."""
+on an H100's host (``make gpu``, docs/10). It does not pass beside the device's: where there are several ranks, the executor
+waits for that before. One rank does not wait, and is charged it all the same."""
 
 
 def optimizer_seconds(

@@ -71,7 +71,7 @@ def _exchange(rank: int, buffer: Tensor, first: bool) -> None:
 
 
 def _one_way_seconds(rank: int, size_bytes: int) -> float:
-    """Time a message from its sending until the other rank goes on: the median of several, on rank 0.
+    """Time a message from its sending until the other rank goes on: half of the median round trip. Both ranks get it.
 
     As in a pipeline: the sender has just computed the tensor, and the receiver has posted its receive and waits. Ranks
     compute in turns, and what both took for it is not counted.
@@ -98,7 +98,9 @@ def _one_way_seconds(rank: int, size_bytes: int) -> float:
     ours = torch.stack(turns)
     computing = ours[:, 1].clone()
     dist.all_reduce(computing, group=_pair())
-    return float((ours[:, 0] - computing).median()) / 2
+    round_trip = (ours[:, 0] - computing).median()  # on rank 0: rank 1 does not see the whole of it
+    dist.broadcast(round_trip, 0, group=_pair())
+    return float(round_trip) / 2
 
 
 def _overheads(rank: int, charged_seconds: float) -> tuple[float, float]:

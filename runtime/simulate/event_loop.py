@@ -85,6 +85,7 @@ class EventLoop:
         self._end_due = [0.0 for _ in ranks]
         """The moment of the event that ends each running compute; it ends later if it was slowed down since."""
         self._slowed = [False for _ in ranks]
+        """True where the running compute ends after ``_end_due``, whose event then times the rest; never before it."""
         self._events: list[tuple[float, int, int, int, int]] = []
         self._count = 0
 
@@ -192,8 +193,8 @@ class EventLoop:
     def _retime(self, rank: int, now: float) -> None:
         """Time the running compute of the rank again, if it runs and its speed has changed.
 
-        One that ends later keeps the event of its end, which then finds the rest: most transfers are much shorter than
-        the computes beside them, and would be two events each.
+        A compute that now ends later keeps its event; when that fires, the rest is timed. Transfers are short, and timing
+        the compute again at both ends of each would push two events.
         """
         if self._running[rank] < 0:
             return

@@ -138,7 +138,8 @@ class FlatPrograms:
         stride = len(scale)
         plane_size = len(graph.segments) * stride
         self.node_places = [0] * (3 * plane_size)
-        started = overheads.send_seconds > 0.0 or overheads.receive_seconds > 0.0
+        # Only a bundle says how many messages are started at once.
+        starting_costs = overheads.send_seconds > 0.0 or overheads.receive_seconds > 0.0
         needed_by = {value.name: ((value.producer,), value.consumers) for value in graph.values}
         for rank, program in enumerate(self.programs):
             operations: list[Operation] = []
@@ -151,7 +152,7 @@ class FlatPrograms:
                     queue = self.queues.setdefault(
                         (rank, "device" if device_queues else i.queue), len(self.queues)
                     )
-                    bundle = self.bundles.get(_key(i.message)) if started else None
+                    bundle = self.bundles.get(_key(i.message)) if starting_costs else None
                     if isinstance(i, Send):
                         self.send_places[number] = index
                         seconds = overheads.send_seconds * (bundle.sends if bundle else 1)

@@ -161,6 +161,12 @@ def test_the_backend_is_the_targets_and_is_named():
     assert _attention(dropout=0.1).attention_backend == "math"
 
 
+def test_math_attention_is_charged_as_a_kind_of_its_own():
+    fused = "scaled_dot_product_attention"
+    assert {"math_attention", fused} & set(_attention().rates.kinds) == {fused}
+    assert {"math_attention", fused} & set(_attention(dropout=0.1).rates.kinds) == {"math_attention"}
+
+
 def test_math_attention_keeps_scores_and_fused_attention_does_not():
     scores_bytes = 2 * 4 * 64 * 64 * 4
     kept = {}
