@@ -103,7 +103,12 @@ def run_part(part: Part, seconds: float) -> dict[str, Any]:
     started = time.monotonic()
     with tempfile.TemporaryFile() as log:
         process = subprocess.Popen(
-            part.command, cwd=ROOT, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
+            part.command,
+            cwd=ROOT,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            preexec_fn=_heed_interrupts,
         )
         try:
             code = process.wait(seconds)
@@ -125,6 +130,11 @@ def run_part(part: Part, seconds: float) -> dict[str, Any]:
     except (OSError, ValueError, ElementTree.ParseError) as error:
         result["no_figures"] = str(error)
     return result if status == "ok" else {**result, "output": tail}
+
+
+def _heed_interrupts() -> None:
+    """Let a part be interrupted where this process is not: shells start what runs in their background so."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def _figures(path: Path) -> Any:
