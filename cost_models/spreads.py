@@ -11,18 +11,18 @@ from cost_models.devices import DeviceKind
 from cost_models.intervals import Kind, Rates, Spread
 
 STEP_SECONDS: Mapping[tuple[Kind, Rates], Spread] = {
-    ("one device", "calibrated"): Spread(center=0.0426, scale=0.1152, freedom=5, runs=0, sources=0),
-    ("one device", "named stack"): Spread(center=0.0426, scale=0.1152, freedom=5, runs=0, sources=0),
-    ("one device", "presets"): Spread(center=0.0629, scale=0.1064, freedom=8, runs=12, sources=3),
-    ("data parallel", "calibrated"): Spread(center=0.0330, scale=0.0674, freedom=9, runs=6, sources=4),
-    ("data parallel", "named stack"): Spread(center=0.0199, scale=0.0683, freedom=8, runs=93, sources=3),
-    ("data parallel", "presets"): Spread(center=0.0095, scale=0.0868, freedom=6, runs=2, sources=1),
-    ("pipeline", "calibrated"): Spread(center=0.0406, scale=0.0786, freedom=10, runs=21, sources=5),
-    ("pipeline", "named stack"): Spread(center=0.0426, scale=0.1152, freedom=5, runs=0, sources=0),
-    ("pipeline", "presets"): Spread(center=0.0426, scale=0.1152, freedom=5, runs=0, sources=0),
-    ("sharded", "calibrated"): Spread(center=0.1162, scale=0.2823, freedom=12, runs=21, sources=7),
-    ("sharded", "named stack"): Spread(center=0.0426, scale=0.1152, freedom=5, runs=0, sources=0),
-    ("sharded", "presets"): Spread(center=0.0426, scale=0.1152, freedom=5, runs=0, sources=0),
+    ("one device", "calibrated"): Spread(center=0.0405, scale=0.1139, freedom=5, runs=0, sources=0),
+    ("one device", "named stack"): Spread(center=0.0405, scale=0.1139, freedom=5, runs=0, sources=0),
+    ("one device", "presets"): Spread(center=0.0553, scale=0.1013, freedom=8, runs=12, sources=3),
+    ("data parallel", "calibrated"): Spread(center=0.0326, scale=0.0669, freedom=9, runs=6, sources=4),
+    ("data parallel", "named stack"): Spread(center=0.0185, scale=0.0677, freedom=8, runs=93, sources=3),
+    ("data parallel", "presets"): Spread(center=0.0075, scale=0.0858, freedom=6, runs=2, sources=1),
+    ("pipeline", "calibrated"): Spread(center=0.0402, scale=0.0783, freedom=10, runs=21, sources=5),
+    ("pipeline", "named stack"): Spread(center=0.0405, scale=0.1139, freedom=5, runs=0, sources=0),
+    ("pipeline", "presets"): Spread(center=0.0405, scale=0.1139, freedom=5, runs=0, sources=0),
+    ("sharded", "calibrated"): Spread(center=0.1160, scale=0.2822, freedom=12, runs=21, sources=7),
+    ("sharded", "named stack"): Spread(center=0.0405, scale=0.1139, freedom=5, runs=0, sources=0),
+    ("sharded", "presets"): Spread(center=0.0405, scale=0.1139, freedom=5, runs=0, sources=0),
 }
 
 PEAK_BYTES: Mapping[DeviceKind, Spread] = {
