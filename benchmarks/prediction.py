@@ -8,17 +8,16 @@ Every plan runs for real: Gloo processes, one thread each, the executor on the p
 slowest rank's from a barrier on. Peak memory is from a step of its own under ``tests.support.alive.AliveBytes``.
 
 Whatever else runs on a machine, seen or unseen, slows it down; a virtual one computes a fifth slower for seconds, several
-times a minute, or for minutes. So the machine's pace, the same work on all workers, is timed before and after every step.
-A step counts at the machine's better pace, which a calibration takes for its own, since the least of its turns counts; the
-table shows both, as measured and at that pace. All is done in turns: each calibrates, plans, and runs every plan, and a
-plan's row is of the turn whose error is its middle one.
+times a minute, or for minutes. So the machine's pace, the same work on all workers, is timed before and after every step,
+and beside the calibration. A step counts at the calibration's pace, the better of those around it, since the least of a
+calibration's turns counts; the table shows both, as measured and at that pace. All is done in turns: each calibrates,
+plans, and runs every plan, and a plan's row is of the turn whose error is its middle one.
 """
 
 from __future__ import annotations
 
 import argparse
 import fnmatch
-import itertools
 import json
 import os
 import statistics
@@ -33,6 +32,7 @@ from benchmarks.prediction_plans import WORKERS_OF_HYBRID, PlanCase, hybrid_case
 from benchmarks.prediction_rank import (
     RankSteps,
     measure_memory,
+    pace_seconds,
     prepare,
     time_steps,
 )
@@ -59,7 +59,7 @@ class Row:
     seconds: list[float] = field(default_factory=list)
     paces: list[float] = field(default_factory=list)
     own: list[tuple[float, ...]] = field(default_factory=list)
-    better_pace: float = 1.0
+    calibrated_pace: float = 1.0
     peak_bytes: tuple[int, ...] = ()
 
     @property
@@ -72,9 +72,9 @@ class Row:
 
     @property
     def measured(self) -> float:
-        """Median of the steps' times at the machine's better pace."""
+        """Median of the steps' times at the calibration's pace."""
         pairs = zip(self.seconds, self.paces, strict=True)
-        return statistics.median(seconds * self.better_pace / pace for seconds, pace in pairs)
+        return statistics.median(seconds * self.calibrated_pace / pace for seconds, pace in pairs)
 
     @property
     def error(self) -> float:
@@ -117,9 +117,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
     torch.set_num_threads(1)
     load = os.getloadavg()
     turns = [_turn(cases, workers, options) for _ in range(options.turns)]
-    better = statistics.quantiles([pace for turn in turns for row in turn for pace in row.paces], n=5)[0]
-    for row in itertools.chain(*turns):
-        row.better_pace = better
     rows = [_middle(of_case) for of_case in zip(*turns, strict=True)]
     print(_table(rows, [[row.error for row in of_case] for of_case in zip(*turns, strict=True)]))
     print(f"load average before and after: {load[0]:.1f}, {os.getloadavg()[0]:.1f}")
@@ -139,8 +136,10 @@ def _middle(of_case: Sequence[Row]) -> Row:
 
 def _turn(cases: Sequence[PlanCase], workers: int, options: argparse.Namespace) -> list[Row]:
     """Calibrate, plan and run all cases."""
+    before = _paces(workers)
     os.environ[VARIABLE] = str(options.calibration or calibrated())
-    rows = [Row(case, case.plan(ClusterSpec.local(workers))) for case in cases]
+    better = min(*before, *_paces(workers))
+    rows = [Row(case, case.plan(ClusterSpec.local(workers)), calibrated_pace=better) for case in cases]
     print(f"predictions rest on: {rows[0].plan.prediction.confidence}", flush=True)
     with WorkerPool(workers) as pool:
         for number, row in enumerate(rows):
@@ -148,6 +147,12 @@ def _turn(cases: Sequence[PlanCase], workers: int, options: argparse.Namespace) 
             row.peak_bytes = tuple(pool.run(measure_memory, number))
         _time(pool, rows, options)
     return rows
+
+
+def _paces(workers: int) -> list[float]:
+    """Time the machine's pace a few times: the mean of its workers each."""
+    with WorkerPool(workers) as pool:
+        return [statistics.mean(ranks) for ranks in zip(*pool.run(pace_seconds, 8), strict=True)]
 
 
 def _residual(benchmark: str, row: Row, workers: int) -> Residual:
