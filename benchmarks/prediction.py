@@ -150,7 +150,7 @@ def _turn(cases: Sequence[PlanCase], workers: int, options: argparse.Namespace) 
 
 
 def _paces(workers: int) -> list[float]:
-    """Time the machine's pace a few times: the mean of its workers each."""
+    """Time the machine's pace eight times, each as the mean of the workers' seconds."""
     with WorkerPool(workers) as pool:
         return [statistics.mean(ranks) for ranks in zip(*pool.run(pace_seconds, 8), strict=True)]
 

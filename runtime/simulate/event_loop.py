@@ -234,7 +234,7 @@ class EventLoop:
         rank = self._leader_of[rank]
         before = self._transfers_at[rank]
         self._transfers_at[rank] = before + change
-        if self._running[rank] >= 0 and (before == 0 or before + change == 0):
+        if before == 0 or before + change == 0:
             self._retime(rank, now)
 
     # Sums beside a compute
