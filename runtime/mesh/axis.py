@@ -103,6 +103,8 @@ class Axis:
 
     def start_wholes(self, xs: Sequence[Tensor], dims: Sequence[int]) -> list[Callable[[], Tensor]]:
         """Start to gather several tensors at once, as one collective where the backend can; see ``start_whole``."""
+        if len(xs) > 1 and self._sends(xs):
+            return self._start_packed_wholes([_plain(x) for x in xs], dims)
         if len(xs) < 2 or not self._coalesces:
             return [self.start_whole(x, dim) for x, dim in zip(xs, dims, strict=True)]
         xs = [_plain(x) for x in xs]
@@ -111,13 +113,35 @@ class Axis:
         work = start(_flat(parts), _flat(xs))
         return [partial(self._whole, work, own, dim) for own, dim in zip(parts, dims, strict=True)]
 
+    def _start_packed_wholes(self, xs: Sequence[Tensor], dims: Sequence[int]) -> list[Callable[[], Tensor]]:
+        """Start to gather contiguous tensors, those of a data type as one."""
+        found: dict[int, Callable[[], Tensor]] = {}
+        for own in _by_type(xs):
+            packed = torch.cat([xs[n].view(-1) for n in own])
+            rows = packed.new_empty((self.size, len(packed)))
+            work = self.start_gather(rows, packed)
+            for n, columns in zip(own, torch.split(rows, [xs[n].numel() for n in own], 1), strict=True):
+                found[n] = partial(self._whole, work, columns.view(self.size, *xs[n].shape), dims[n])
+        return [found[n] for n in range(len(xs))]
+
+    def _start_packed_sums(self, parts: Sequence[Tensor]) -> list[Callable[[], Tensor]]:
+        """Start to sum this rank's row of each of ``parts`` [n, …], those of a data type as one."""
+        found: dict[int, Callable[[], Tensor]] = {}
+        for own in _by_type(parts):
+            packed = torch.cat([parts[n].flatten(1) for n in own], 1)
+            total = packed.new_empty(packed.shape[1])
+            work = self.start_sum_part(total, packed)
+            for n, piece in zip(own, torch.split(total, [parts[n][0].numel() for n in own]), strict=True):
+                found[n] = partial(self._waited_for, work, piece.view(parts[n].shape[1:]))
+        return [found[n] for n in range(len(parts))]
+
     def _whole(self, work: Any, parts: Tensor, dim: int) -> Tensor:
         return self.joined(self._waited_for(work, parts), dim)
 
     def start_gather(self, parts: Tensor, x: Tensor) -> Any:
         """Start to fill ``parts`` [n, …] with ``x`` of every rank of the group; return the pending work."""
         x = _plain(x)
-        if self._of_messages and x.device.type == "cpu":
+        if self._sends([x]):
             return start_gather(self.group, self._here, parts, x)
         return _all_gather(parts.view(-1), x.view(-1), group=self.group, async_op=True)
 
@@ -137,7 +161,9 @@ class Axis:
         return lambda: self._waited_for(work, result)
 
     def start_sums_of_parts(self, xs: Sequence[Tensor], dims: Sequence[int]) -> list[Callable[[], Tensor]]:
-        """Start several ``sum_part`` at once, as one collective where the backend can."""
+        """Start several ``sum_part`` at once, as one collective where the backend can; results may share a storage."""
+        if len(xs) > 1 and self._sends(xs):
+            return self._start_packed_sums([self.stacked(x, dim) for x, dim in zip(xs, dims, strict=True)])
         if len(xs) < 2 or not self._coalesces:
             return [self.start_sum_of_parts(x, dim) for x, dim in zip(xs, dims, strict=True)]
         parts = [self.stacked(x, dim).contiguous() for x, dim in zip(xs, dims, strict=True)]
@@ -148,7 +174,7 @@ class Axis:
 
     @cached_property
     def _coalesces(self) -> bool:
-        """Several collectives may be one: NCCL's; Gloo's are messages, all under way at once."""
+        """NCCL makes one collective of several; those made of messages are packed into one."""
         return self.size > 1 and bool(dist.get_backend(self.group) == "nccl")
 
     def stacked(self, x: Tensor, dim: int) -> Tensor:
@@ -157,9 +183,13 @@ class Axis:
 
     def start_sum_part(self, part: Tensor, parts: Tensor) -> Any:
         """Start to fill ``part`` […] with this rank's row of the sum of ``parts`` [n, …]; return the pending work."""
-        if self._of_messages and parts.device.type == "cpu":
+        if self._sends([parts]):
             return start_sum_part(self.group, self._here, part, parts)
         return _reduce_scatter(part.view(-1), parts.view(-1), group=self.group, async_op=True)
+
+    def _sends(self, tensors: Sequence[Tensor]) -> bool:
+        """Collectives of these tensors are made of messages (``runtime.mesh.gloo``)."""
+        return self._of_messages and all(tensor.device.type == "cpu" for tensor in tensors)
 
     @cached_property
     def _of_messages(self) -> bool:
@@ -195,6 +225,14 @@ def _chunks(x: Tensor, dim: int, axis: Axis) -> tuple[Tensor, ...]:
             [f"dimension {dim} of {tuple(x.shape)} does not divide by {axis.size}"],
         )
     return x.chunk(axis.size, dim)
+
+
+def _by_type(tensors: Sequence[Tensor]) -> list[list[int]]:
+    """Group the numbers of tensors by data type."""
+    found: dict[torch.dtype, list[int]] = {}
+    for number, tensor in enumerate(tensors):
+        found.setdefault(tensor.dtype, []).append(number)
+    return list(found.values())
 
 
 def _flat(tensors: Sequence[Tensor]) -> list[Tensor]:

@@ -8,6 +8,9 @@ the size of the whole tensor:
     reduce-scatter   0.42   0.42   0.41         reduce-scatter   0.42   0.45   0.37
     all-gather       0.60   0.79                all-gather       0.68   0.66
 
+Several at once are packed into one (``runtime.mesh.axis``): nine parameters of a block, 2.9 MB in all, gathered ahead, took
+a step of ``llama-small pipeline=1 data=2 zero=3 recompute=full`` (``benchmarks.prediction``) from 564 to 502 ms.
+
 All-reduces stay Gloo's: two halves of messages take 0.9 to 1.15 of its time.
 
 Messages of one tag between two ranks arrive in the order in which they were sent, and every rank starts its collectives in

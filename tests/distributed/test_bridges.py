@@ -238,16 +238,20 @@ def test_prints_by_name() -> None:
 
 
 def run_at_once(order: tuple[int, ...] | None) -> bool:
-    """In a worker: gathers and sums of parts of three tensors as one collective of the backend, and each by itself."""
-    dims = (0, 1, 2)
-    apart, at_once = world_axis(order), world_axis(order)
-    at_once.__dict__["_coalesces"] = True  # as on NCCL; Gloo has the same collectives
-    xs = [tensors(apart.index, SHAPE, seed) for seed in range(3)]
-    for start in ("start_wholes", "start_sums_of_parts"):
-        expected, found = ([wait() for wait in getattr(axis, start)(xs, dims)] for axis in (apart, at_once))
-        for own, other in zip(found, expected, strict=True):
-            torch.testing.assert_close(own, other, rtol=1e-12, atol=1e-12)
-            assert own.is_contiguous()
+    """In a worker: gathers and sums of parts of four tensors of two data types at once, and each by itself."""
+    dims = (0, 1, 2, 0)
+    alone, packed, coalesced = (world_axis(order) for _ in range(3))
+    # As on NCCL: Gloo has the same collectives.
+    coalesced.__dict__.update(_of_messages=False, _coalesces=True)
+    xs = [tensors(alone.index, SHAPE, seed) for seed in range(4)]
+    xs[1] = xs[1].float()
+    gathered, summed = [*map(alone.gather, xs, dims)], [*map(alone.sum_part, xs, dims)]
+    for axis in (packed, coalesced):
+        for expected, start in ((gathered, axis.start_wholes), (summed, axis.start_sums_of_parts)):
+            for own, wait in zip(expected, start(xs, dims), strict=True):
+                found = wait()
+                torch.testing.assert_close(found, own, rtol=0.0, atol=0.0)
+                assert found.is_contiguous()
     return True
 
 
