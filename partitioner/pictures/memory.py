@@ -4,6 +4,7 @@
                                                backward on, which makes them
     activations                                of each micro-batch from its forward to its backward
     of backward alone                          what it computes again, and its largest collective's result, while it runs
+    of the optimizer's step                    what it makes for the time of its step
     values between stages                      the rest: what stages make for each other, and gradients of it
 
 These are the rules of ``runtime.simulate.memory``, read off the step's spans; the sum is the simulated curve.
@@ -21,13 +22,14 @@ from cost_models.arrays import FloatArray
 from partitioner.pictures.lanes import Lane, Lanes
 from partitioner.record.data import PlanData
 from partitioner.record.records import Stage
+from runtime.program.program import OptimizerStep
 from runtime.segment.microbatch import microbatch_sizes
 from runtime.simulate.simulate import Simulation
 
 MOST_POINTS = 600
 """The most moments of a curve: as many as a picture has columns. Between two of them the fullest moment is kept."""
 STATE = ("parameters", "gradients", "optimizer", "batch")
-MOVING = ("activations", "of backward alone", "values between stages")
+MOVING = ("activations", "of backward alone", "of the optimizer's step", "values between stages")
 
 
 def memory_data(plan: PlanData, simulation: Simulation, lanes: Lanes) -> dict[str, Any]:
@@ -51,7 +53,9 @@ def _lane(plan: PlanData, simulation: Simulation, lane: Lane) -> dict[str, Any]:
     )
     saved = np.minimum(saved, np.maximum(total - state, 0.0))
     again = np.minimum(again, np.maximum(total - state - saved, 0.0))
-    kinds |= dict(zip(MOVING, (saved, again, np.maximum(total - state - saved - again, 0.0)), strict=True))
+    updating = _updating(plan, simulation, rank, seconds)
+    rest = np.maximum(total - state - saved - again - updating, 0.0)
+    kinds |= dict(zip(MOVING, (saved, again, updating, rest), strict=True))
     peak = int(np.argmax(total))
     kept = _thinned(total)
     return {
@@ -117,6 +121,16 @@ def _transients(plan: PlanData, lane: Lane, seconds: FloatArray) -> FloatArray:
             held = (first and stage.first_transient_bytes) or stage.transient_bytes
             events += [(span.start_seconds, held * scale), (span.end_seconds, -held * scale)]
     return _held(events, seconds)
+
+
+def _updating(plan: PlanData, simulation: Simulation, rank: int, seconds: FloatArray) -> FloatArray:
+    """Return what the rank's optimizer holds on top of its state at each moment."""
+    held = float(plan.update_bytes.get(str(rank), 0))
+    steps = (span for span in simulation.timeline[rank] if isinstance(span.instruction, OptimizerStep))
+    changes = (
+        (at, sign * held) for span in steps for at, sign in ((span.start_seconds, 1), (span.end_seconds, -1))
+    )
+    return _held(list(changes), seconds)
 
 
 def _missing_gradients(plan: PlanData, lane: Lane, seconds: FloatArray) -> FloatArray:

@@ -149,6 +149,7 @@ def _per_rank(plan: PlanFields, world: int) -> Iterator[str]:
     tables: dict[str, Iterable[str]] = {
         "state_bytes": plan.state_bytes,
         "optimizer_seconds": plan.optimizer_seconds,
+        **({"update_bytes": plan.update_bytes} if plan.update_bytes else {}),
         "prediction.peak_memory_bytes": plan.prediction.peak_memory_bytes,
         **{f"state_parts.{part}": table for part, table in plan.state_parts.items()},
     }

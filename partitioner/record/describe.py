@@ -91,6 +91,7 @@ def describe(kind: type[PlanT], graph: OpGraph, cluster: ClusterSpec, compiled: 
         state_bytes={str(r): size for r, size in enumerate(realized.step.state_bytes)},
         state_parts=describe_state(realized.state),
         optimizer_seconds={str(r): s for r, s in enumerate(realized.step.optimizer_seconds)},
+        update_bytes={str(r): size for r, size in enumerate(realized.step.update_bytes)},
         attention_backend=compiled.costs.attention_backend,
         prediction=_prediction(graph, cluster, compiled),
         certificate=describe_certificate(outcome.certificate),

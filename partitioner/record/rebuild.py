@@ -151,6 +151,7 @@ def simulate_plan(plan: PlanData, groups: GroupPrograms | None = None) -> Simula
     step = StepCosts(
         state_bytes=_state_bytes(plan),
         optimizer_seconds=tuple(plan.optimizer_seconds[rank] for rank in ranks),
+        update_bytes=tuple(plan.update_bytes.get(rank, 0) for rank in ranks),
         tied_bytes={tied.name: tied.size_bytes for tied in plan.tied},
         sums={
             (item.parameters, tuple(sorted(group))): SumCost(

@@ -248,6 +248,10 @@ class PlanFields(PlanFile):
         description="what state_bytes is made of, for pictures; earlier plans do not say",
     )
     optimizer_seconds: SecondsByDevice = Field(description="time of the optimizer step, by rank")
+    update_bytes: BytesByDevice = Field(
+        default_factory=dict,
+        description="what the optimizer holds on top while it steps, by rank; earlier plans do not say",
+    )
     attention_backend: str | None = Field(description="which attention the memory prediction assumes")
     prediction: Prediction
     certificate: CertificateRecord

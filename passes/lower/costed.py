@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from cost_models.cluster import ClusterSpec
 from cost_models.compute import optimizer_seconds
-from cost_models.memory import StateBytes
+from cost_models.memory import StateBytes, update_bytes
 from passes.costs.costs import GraphCosts
 from passes.graph.graph import OpGraph
 from passes.lower.candidate import Candidate
@@ -115,6 +115,10 @@ def costed_segments(
             for own_state, device, count, gathering in zip(
                 state, cluster.devices, tensors, gather_seconds, strict=True
             )
+        ),
+        update_bytes=tuple(
+            update_bytes(own, device.kind, job.optimizer)
+            for own, device in zip(state, cluster.devices, strict=True)
         ),
         tied_bytes=gradients,
         sums=sums,

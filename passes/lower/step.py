@@ -46,6 +46,8 @@ class StepCosts:
 
     state_bytes: tuple[int, ...]
     optimizer_seconds: tuple[float, ...]
+    update_bytes: tuple[int, ...]
+    """Bytes that each rank holds on top while its optimizer steps."""
     tied_bytes: Mapping[str, int]
     """Bytes of each tied parameter's gradient."""
     sums: Mapping[SumKey, SumCost] = field(default_factory=dict)
@@ -107,6 +109,7 @@ def simulate_step(
         state_bytes=step.state_bytes,
         microbatch_scale=[size / sizes[0] for size in sizes],
         optimizer_seconds=step.optimizer_seconds,
+        update_bytes=step.update_bytes,
         reduce_seconds=lambda reduction: cost(reduction).seconds,
         reduce_bytes=lambda reduction: cost(reduction).sent_bytes,
         reduce_ready=lambda reduction: (cost(reduction).segment, cost(reduction).ready),

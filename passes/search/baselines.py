@@ -12,7 +12,7 @@ from cost_models.cluster import ClusterSpec
 from cost_models.compute import optimizer_seconds
 from cost_models.conversion import data_parallel_seconds
 from cost_models.devices import Device
-from cost_models.memory import StateBytes
+from cost_models.memory import StateBytes, update_bytes
 from passes.costs.backward_peak import backward_peak
 from passes.costs.costs import GraphCosts
 from passes.graph.graph import OpGraph
@@ -80,10 +80,11 @@ def _replica(
     )
     every_op = range(len(graph.ops))
     capacity = min(device.memory_bytes for device in devices)
+    updating = state.total + max(update_bytes(state, device.kind, job.optimizer) for device in devices)
     counts = [2**power for power in range(MAX_DOUBLINGS) if 2**power <= batch]
     for microbatches in counts:
         size = -(-batch // microbatches)
-        peak = _peak_bytes(graph, costs, state, size, microbatches)
+        peak = max(updating, _peak_bytes(graph, costs, state, size, microbatches))
         if peak > capacity and microbatches != counts[-1]:
             continue
         seconds = []
@@ -103,7 +104,7 @@ def _peak_bytes(graph: OpGraph, costs: GraphCosts, state: StateBytes, samples: i
     backward = backward_peak(graph, costs, range(len(graph.ops)), samples)
     first = state.total - backward.gradient_bytes + saved + backward.first_bytes
     later = state.total + saved + backward.later_bytes
-    return max(state.total, first, later if microbatches > 1 else 0)
+    return max(first, later if microbatches > 1 else 0)
 
 
 def _kind(device: Device) -> tuple[object, ...]:

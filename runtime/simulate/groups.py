@@ -62,6 +62,7 @@ def simulate_groups(
     state_bytes: Sequence[float] = (),
     microbatch_scale: Sequence[float] = (),
     optimizer_seconds: Sequence[float] = (),
+    update_bytes: Sequence[float] = (),
     overheads: Overheads = _NO_OVERHEADS,
     reduce_seconds: Callable[[ReduceGradients], float] | None = None,
     reduce_bytes: Callable[[ReduceGradients], float] | None = None,
@@ -69,7 +70,7 @@ def simulate_groups(
 ) -> Simulation:
     """Run the programs of ``groups``, which must have passed a check, on paper. Arguments are those of ``simulate``.
 
-    ``optimizer_seconds``: a group's are those of its slowest member.
+    ``optimizer_seconds``: a group's are those of its slowest member; ``update_bytes`` those of the one that holds most.
     """
     graph, leader_of = groups.graph, groups.leader_of
     world = graph.world_size
@@ -80,9 +81,10 @@ def simulate_groups(
     scale = list(microbatch_scale) or [1.0] * microbatches
     state, steps = list(state_bytes) or [0.0] * world, list(optimizer_seconds) or [0.0] * world
     refuse_wrong_lengths(programs, world, scale, microbatches, state, steps)
-    slowest = list(steps)
+    slowest, most = list(steps), list(update_bytes) or [0.0] * world
     for rank, leader in enumerate(leader_of):
         slowest[leader] = max(slowest[leader], steps[rank])
+        most[leader] = max(most[leader], most[rank])
     quotient = on_leaders(graph).graph
     bundles = bundles_of(graph, links)
     flat = FlatPrograms(programs, quotient, links, scale, contention, bundles, frozenset(leader_of))
@@ -118,7 +120,7 @@ def simulate_groups(
             link_bytes[link] += moved_bytes
     instants = step_times(flat, run)
     instants = replace(instants, messages=_of_leaders_pieces(instants.messages, bundles))
-    curves = memory_curves(graph, instants, state, scale)
+    curves = memory_curves(graph, instants, state, scale, most)
     return Simulation(
         step_seconds=run.finish_seconds,
         timeline=_Timelines(groups, tuple(led_spans)),

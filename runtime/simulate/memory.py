@@ -17,6 +17,8 @@ Charged to a rank (times are of the simulated instructions; bytes are multiplied
                                backward                              the producer's backward
     a gradient, where received the receive is posted                 end of the producer's backward
 
+    made by the optimizer      start of its step                     its end
+
 A consumer is done with a value at the end of its last backward half: autograd may have saved it. So ``saved_bytes``
 must not count values between segments again.
 """
@@ -70,6 +72,8 @@ class StepTimes:
     """Twice the index in the rank's program."""
     messages: Mapping[tuple[str, bool, int, int], MessageTimes]
     """Times by (value, gradient, source, target)."""
+    updates: Sequence[tuple[float, float]] = ()
+    """Start and end of each rank's optimizer step."""
 
 
 class _Ledger:
@@ -90,6 +94,14 @@ class _Ledger:
         seconds, place = since
         self._entries[rank].append((np.array([seconds]), np.array([place]), np.array([float(size_bytes)])))
 
+    def update(self, rank: int, size_bytes: float, since: float, until: float) -> None:
+        """Hold ``size_bytes`` while the optimizer steps, which comes after everything else of its moment."""
+        place = np.full(1, np.inf)
+        self._entries[rank] += [
+            (np.array([since]), place, np.array([size_bytes])),
+            (np.array([until]), place, np.array([-size_bytes])),
+        ]
+
     def curve(self, rank: int, state_bytes: float) -> MemoryCurve:
         entries = [(np.zeros(1), np.full(1, -1.0), np.full(1, state_bytes)), *self._entries[rank]]
         seconds, place, change = (np.concatenate(column) for column in zip(*entries, strict=True))
@@ -98,7 +110,11 @@ class _Ledger:
 
 
 def memory_curves(
-    graph: SegmentGraph, times: StepTimes, state_bytes: Sequence[float], scale: Sequence[float]
+    graph: SegmentGraph,
+    times: StepTimes,
+    state_bytes: Sequence[float],
+    scale: Sequence[float],
+    update_bytes: Sequence[float] = (),
 ) -> tuple[MemoryCurve, ...]:
     """Return one curve per rank; see the table above."""
     ledger = _Ledger(graph.world_size, np.asarray(scale, dtype=np.float64))
@@ -120,6 +136,10 @@ def memory_curves(
         ledger.hold(rank, deferred, backward[s], done[s])  # after what ends at the same moment
     for value in graph.values:
         _hold_value(ledger, graph, times, value, done)
+    for rank, size_bytes in enumerate(update_bytes):
+        since, until = times.updates[rank]
+        if size_bytes and since >= 0.0:
+            ledger.update(rank, float(size_bytes), since, until)
     return tuple(ledger.curve(rank, at_first[rank]) for rank in range(graph.world_size))
 
 

@@ -109,6 +109,7 @@ def simulate(
     state_bytes: Sequence[float] = (),
     microbatch_scale: Sequence[float] = (),
     optimizer_seconds: Sequence[float] = (),
+    update_bytes: Sequence[float] = (),
     overheads: Overheads = _NO_OVERHEADS,
     reduce_seconds: Callable[[ReduceGradients], float] | None = None,
     reduce_bytes: Callable[[ReduceGradients], float] | None = None,
@@ -121,6 +122,7 @@ def simulate(
     state_bytes        bytes of each rank's parameters, gradients, optimizer state, and its part of the batch
     microbatch_scale   size of each micro-batch relative to a full one (the last may be smaller); scales times and bytes
     optimizer_seconds  seconds of an optimizer step on each rank
+    update_bytes       bytes that each rank holds on top meanwhile (default: none)
     reduce_seconds     time of a reduction once all its ranks have come
     reduce_bytes       bytes that each of its ranks sends to the next one meanwhile (default: not counted)
     reduce_ready       segment that makes a reduction's gradients, and the share of its backward after which they are there
@@ -138,7 +140,8 @@ def simulate(
     flat.flatten(overheads, steps, reduce_seconds or _nothing, device_queues, ready=reduce_ready)
     run = EventLoop(flat, led.leader_of).run()
     refuse_stuck(programs, run)
-    return _report(programs, led.leader_of, flat, run, state_bytes or [0.0] * world, reduce_bytes or _nothing)
+    memory = _memory(flat, led.leader_of, step_times(flat, run), state_bytes or [0.0] * world, update_bytes)
+    return _report(programs, flat, run, memory, reduce_bytes or _nothing)
 
 
 def _nothing(_: ReduceGradients) -> float:
@@ -179,10 +182,9 @@ def refuse_stuck(programs: Sequence[Program], run: EventLoop) -> None:
 
 def _report(
     programs: Sequence[Program],
-    leader_of: Sequence[int],
     flat: FlatPrograms,
     run: EventLoop,
-    state_bytes: Sequence[float],
+    memory: tuple[MemoryCurve, ...],
     reduce_bytes: Callable[[ReduceGradients], float],
 ) -> Simulation:
     timeline = tuple(spans_of(program, flat, run) for program in programs)
@@ -205,7 +207,7 @@ def _report(
         step_seconds=run.finish_seconds,
         timeline=timeline,
         busy_seconds=busy,
-        memory=_memory(flat, leader_of, step_times(flat, run), state_bytes),
+        memory=memory,
         transfers=tuple(transfers),
         link_bytes=dict(link_bytes),
         pair_bytes=dict(pair_bytes),
@@ -236,10 +238,14 @@ def _reduction_bytes(
 
 
 def _memory(
-    flat: FlatPrograms, leader_of: Sequence[int], times: StepTimes, state_bytes: Sequence[float]
+    flat: FlatPrograms,
+    leader_of: Sequence[int],
+    times: StepTimes,
+    state_bytes: Sequence[float],
+    update_bytes: Sequence[float],
 ) -> tuple[MemoryCurve, ...]:
     """Return every rank's memory; ranks of one group hold alike, beside their state."""
-    curves = memory_curves(flat.graph, times, state_bytes, flat.scale)
+    curves = memory_curves(flat.graph, times, state_bytes, flat.scale, update_bytes)
     return tuple(
         curves[rank]
         if leader == rank
@@ -298,4 +304,5 @@ def step_times(flat: FlatPrograms, run: EventLoop) -> StepTimes:
             key: MessageTimes((sent[n], sent_place[n]), (posted[n], posted_place[n]))
             for key, n in messages.items()
         },
+        updates=tuple(zip(run.step_start, run.step_end, strict=True)),
     )

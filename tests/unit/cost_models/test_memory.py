@@ -9,8 +9,9 @@ import torch
 from torch import nn
 
 from cost_models.errors import UsageError
-from cost_models.memory import OPTIMIZERS, StateBytes, state_bytes
-from cost_models.precision import Precision
+from cost_models.memory import OPTIMIZERS, StateBytes, state_bytes, update_bytes
+from cost_models.precision import ParameterPrecision, Precision
+from tests.support.alive import AliveBytes
 
 REAL: dict[str, Any] = {
     "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.1),
@@ -99,6 +100,27 @@ def test_an_unknown_optimizer_is_refused_with_the_known_ones():
     with pytest.raises(UsageError) as error:
         state_bytes([], "lion")
     assert all(name in str(error.value) for name in OPTIMIZERS)
+
+
+@pytest.mark.parametrize(("optimizer", "copies"), [("sgd", 0), ("momentum", 0), ("adam", 1), ("amsgrad", 1)])
+def test_what_foreach_makes_while_it_steps(optimizer, copies):
+    """On a GPU it is the default; here it is asked for."""
+    parameters = [torch.nn.Parameter(torch.ones(1 << 16)) for _ in range(3)]
+    kind = torch.optim.SGD if optimizer in ("sgd", "momentum") else torch.optim.Adam
+    options = {"momentum": {"momentum": 0.9}, "amsgrad": {"amsgrad": True}}.get(optimizer, {})
+    step = kind(parameters, lr=0.1, foreach=True, **options)
+    for parameter in parameters:
+        parameter.grad = torch.ones_like(parameter)
+    step.step()
+    kept = [t for own in step.state.values() for t in own.values() if isinstance(t, torch.Tensor)]
+    with AliveBytes([*parameters, *(p.grad for p in parameters), *kept]) as alive:
+        before = alive.current_bytes
+        step.step()
+    precision = ParameterPrecision.plain(torch.float32)
+    state = state_bytes([(p.numel(), precision, True) for p in parameters], optimizer)
+    assert update_bytes(state, "cuda", optimizer) == copies * 3 * 4 * (1 << 16)
+    assert alive.peak_bytes - before == pytest.approx(update_bytes(state, "cuda", optimizer), abs=1000)
+    assert update_bytes(state, "cpu", optimizer) == 0
 
 
 def test_states_add():

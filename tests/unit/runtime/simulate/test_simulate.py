@@ -258,6 +258,18 @@ def test_overheads_steps_and_reductions_take_time() -> None:
     assert [span.text for span in simulation.timeline[0]] == ["0F0", "0B0", "+w@0,1", "step"]
 
 
+def test_what_an_optimizer_makes_is_held_while_it_steps() -> None:
+    options = {"optimizer_seconds": [3.0, 1.0], "state_bytes": [1000, 2000]}
+    plain = run(chain(2), gpipe(2, 1), 1, **options)
+    held = run(chain(2), gpipe(2, 1), 1, update_bytes=[500, 0], **options)
+    assert held.step_seconds == plain.step_seconds
+    assert held.peak_bytes[1] == plain.peak_bytes[1]
+    assert held.peak_bytes[0] == 1000 + 500 > plain.peak_bytes[0]
+    step = held.timeline[0][-1]
+    changes = list(zip(held.memory[0].seconds.tolist(), held.memory[0].bytes_held.tolist(), strict=True))
+    assert changes[-2:] == [(step.start_seconds, 1500.0), (step.end_seconds, 1000.0)]
+
+
 def test_a_smaller_last_microbatch_is_faster_and_smaller() -> None:
     simulation = run(chain(2), gpipe(2, 2), 2, microbatch_scale=[1.0, 0.5])
     assert [s.end_seconds - s.start_seconds for s in simulation.timeline[0]][:4] == [1.0, 0.5, 2.0, 1.0]
