@@ -150,9 +150,13 @@ def _turn(cases: Sequence[PlanCase], workers: int, options: argparse.Namespace) 
 
 
 def _paces(workers: int) -> list[float]:
-    """Time the machine's pace eight times, each as the mean of the workers' seconds."""
+    """Time the machine's pace eight times, each as the mean of the workers' seconds.
+
+    Where they share cores the last one's count: the others may have had the cores to themselves.
+    """
+    of_workers = max if workers > core_count() else statistics.mean
     with WorkerPool(workers) as pool:
-        return [statistics.mean(ranks) for ranks in zip(*pool.run(pace_seconds, 8), strict=True)]
+        return [of_workers(ranks) for ranks in zip(*pool.run(pace_seconds, 8), strict=True)]
 
 
 def _residual(benchmark: str, row: Row, workers: int) -> Residual:
