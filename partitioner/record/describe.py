@@ -83,9 +83,7 @@ def describe(kind: type[PlanT], graph: OpGraph, cluster: ClusterSpec, compiled: 
             for name in group.parameters
             if name not in on_meshes
         ),
-        views=tuple(
-            ViewRecord(name=name, owner=v.owner, view=str(v)) for name, v in sorted(graph.views.items())
-        ),
+        views=tuple(ViewRecord(name=n, owner=v.owner, view=str(v)) for n, v in sorted(graph.views.items())),
         values=tuple(_value(compiled, value, sizes[0]) for value in realized.segments.values),
         transfers=_transfers(compiled),
         state_bytes={str(r): size for r, size in enumerate(realized.step.state_bytes)},

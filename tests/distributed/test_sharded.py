@@ -24,6 +24,7 @@ from passes.lower.job import Job
 from passes.lower.lower import lower
 from passes.lower.segment import on_mesh
 from passes.search.feature.place import FeatureRequest, place_features
+from passes.shard.beside import gathers_ahead
 from passes.shard.shard import ShardedGraph, shard_graph
 from passes.shard.state import gradient_sums, shardings
 from passes.shard.traffic import traffic
@@ -308,18 +309,19 @@ def count_bytes(task: Task) -> list[tuple[str, str, int]]:
     found: list[tuple[str, str, int]] = []
     kinds = {
         "start_sum": "all_reduce",
-        "start_whole": "all_gather",
-        "start_sum_of_parts": "reduce_scatter",
+        "start_gather": "all_gather",
+        "start_sum_part": "reduce_scatter",
         "exchange": "all_to_all",
     }
     own = {name: getattr(Axis, name) for name in (*kinds, "all_reduce")}
 
     def counted(name: str) -> Any:
-        def run(self: Axis, x: Tensor, *args: Any, **options: Any) -> Any:
-            if name != "all_reduce" or args[:1] == ("max",):  # other sums are counted as such
-                parts = self.size if name in ("start_whole", "exchange") else 1
-                found.append((kinds.get(name, name), self.name, x.numel() * x.itemsize * parts))
-            return own[name](self, x, *args, **options)
+        def run(self: Axis, *args: Any, **options: Any) -> Any:
+            if name != "all_reduce" or args[1:2] == ("max",):  # other sums are counted as such
+                whole = args[name == "start_sum_part"]
+                parts = self.size if name == "exchange" else 1
+                found.append((kinds.get(name, name), self.name, whole.numel() * whole.itemsize * parts))
+            return own[name](self, *args, **options)
 
         return run
 
@@ -344,9 +346,12 @@ def test_executed_bytes_are_the_counted_ones(pool: WorkerPool, case: str) -> Non
     _, mesh, forced = CASES[case]
     model, batch = Gpt().double(), gpt_batch(SAMPLES)
     sharded = sharded_of(model, batch, mesh, forced)
-    expected = Counter(
-        (item.kind, item.axis, item.whole_bytes) for item in traffic(sharded, SAMPLES // MICROBATCHES)
-    )
+    steps = gathers_ahead(sharded.graph, ()).steps
+    step_of = {name: f"step {number}" for number, names in enumerate(steps) for name in names}
+    sizes: Counter[tuple[str, str, str]] = Counter()
+    for number, item in enumerate(traffic(sharded, SAMPLES // MICROBATCHES)):
+        sizes[item.kind, item.axis, step_of.get(item.node, str(number))] += item.whole_bytes
+    expected = Counter((kind, axis, size) for (kind, axis, _), size in sizes.items())
     for found in pool.run(count_bytes, task_of(model, batch, sharded), world_size=len(mesh.ranks)):
         assert Counter(found) == Counter({key: n * MICROBATCHES * STEPS for key, n in expected.items()})
 

@@ -254,7 +254,16 @@ def test_groups_of_devices_that_overlap_are_refused() -> None:
     Plan.from_json(changed("stages.1.devices", [0, 1], data))
 
 
-OPTIONAL = ("schema_version", "splits", "views", "opaque", "one_queue", "outline", "state_parts", "update_bytes")
+OPTIONAL = (
+    "schema_version",
+    "splits",
+    "views",
+    "opaque",
+    "one_queue",
+    "outline",
+    "state_parts",
+    "update_bytes",
+)
 
 
 @pytest.mark.parametrize("key", [key for key in DATA if key not in OPTIONAL])
