@@ -14,6 +14,7 @@ from passes.costs.saved import SavedPlace
 from passes.costs.size_model import FIRST_STORAGE, SizeModel
 from passes.graph.graph import OpGraph
 from passes.graph.signatures import SignatureTable
+from runtime.segment.split_backward import find_site
 
 
 @dataclass(frozen=True, eq=False)
@@ -27,7 +28,7 @@ class StorageTable:
     single: tuple[bool, ...]
     """True if the op makes one tensor (its readers are not projections of a tuple)."""
     weight_half: tuple[bool, ...]
-    """True if the op's backward computes gradients of parameters."""
+    """True if the op's backward computes gradients of parameters that the executor can put off."""
     index_of: Mapping[str, int]
     """Index of each op by name."""
     maker: Mapping[str, int]
@@ -83,6 +84,7 @@ def name_storages(graph: OpGraph, table: SignatureTable, model: SizeModel) -> St
         kept = [of_place[place][which] for place, which in structure.saved]
         saved.append(tuple(dict.fromkeys(name for name in kept if name is not None)))
         outputs.append(tuple(names))
+    parameters = {graph.nodes[given.node]: given.name for given in graph.inputs if given.kind == "parameter"}
     reads = tuple(
         tuple((index_of[o.node], storage_of.get((o.node, o.element))) for o in operands if o.node in index_of)
         for operands in table.operands
@@ -93,8 +95,10 @@ def name_storages(graph: OpGraph, table: SignatureTable, model: SizeModel) -> St
         reads=reads,
         single=tuple(not isinstance(node.meta.get("val"), list | tuple) for node in graph.ops),
         weight_half=tuple(
-            table.signatures[of].differentiated and any(o.role == "weight" for o in operands)
-            for of, operands in zip(table.of, table.operands, strict=True)
+            table.signatures[of].differentiated
+            and any(o.role == "weight" for o in operands)
+            and find_site(node, parameters) is not None
+            for node, of, operands in zip(graph.ops, table.of, table.operands, strict=True)
         ),
         index_of=index_of,
         maker=maker,

@@ -69,6 +69,14 @@ def segment_graph(
             costs.segment_seconds(again, microbatch_size, device).forward if again else 0.0
             for device in devices
         )
+        at_once = 0.0
+        """Seconds of gradients of parameters that are made with those of inputs, though the schedule puts others off."""
+        if deferring and backward:
+            others = [op for op in indices.tolist() if not costs.weight_half[op]]
+            at_once = _slowest(
+                [costs.segment_seconds(others, microbatch_size, device) for device in devices]
+            ).backward_weight
+            at_once = min(at_once, seconds.backward_weight)
         peak = (
             backward_peak(graph, costs, indices.tolist(), microbatch_size, regions, deferring=deferring)
             if backward and peaks
@@ -76,8 +84,8 @@ def segment_graph(
         )
         cost = SegmentCost(
             forward_seconds=seconds.forward,
-            backward_input_seconds=seconds.backward_input + again_seconds if backward else 0.0,
-            backward_weight_seconds=seconds.backward_weight if backward else 0.0,
+            backward_input_seconds=seconds.backward_input + at_once + again_seconds if backward else 0.0,
+            backward_weight_seconds=seconds.backward_weight - at_once if backward else 0.0,
             saved_bytes=max(0, held.saved - between),
             weight_saved_bytes=max(0, held.weight_saved - received[index]),
             transient_bytes=peak.later_bytes,

@@ -9,7 +9,8 @@ computed when asked for.
     after    linear = split_linear(x, weight, bias)
 
 Rewritten ops: linear, mm, matmul, bmm, addmm and convolutions whose weight is a parameter (or its
-transpose), and embedding. Any other use of a parameter, of a tied one too, keeps its ordinary autograd
+transpose), and embedding. A bias that is made of parameters (on one rank of several it is added, on others zeros) has its
+gradient at once. Any other use of a parameter, of a tied one too, keeps its ordinary autograd
 node: its gradient is then computed together with the input gradients and summed into the same ``.grad``, so
 the result is right whatever is covered. Hooks on parameters do not see the deferred part.
 
@@ -70,29 +71,38 @@ class SplitRule:
 class _SplitOp(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, rule: SplitRule, deferred: DeferredWork, x: Tensor, weight: Tensor, bias: Tensor | None
+        ctx: Any,
+        rule: SplitRule,
+        deferred: DeferredWork,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        made: bool,
     ) -> Tensor:
+        """Run the op. ``made``: the bias is made by other ops, so its gradient is theirs to wait for."""
         ctx.rule, ctx.deferred = rule, deferred
         # Parameters as they are: inside a recomputed block autograd hands out detached copies of what it saved.
-        ctx.weight, ctx.bias = weight, bias
+        ctx.weight, ctx.bias = weight, None if made else bias
+        ctx.made = bias.shape if made and bias is not None else None
         ctx.save_for_backward(x)
         return rule.forward(x, weight, bias)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[None, None, Tensor | None, None, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (grad,) = grads
         (x,) = ctx.saved_tensors
         weight, bias = ctx.weight, ctx.bias
-        _, _, x_needs, weight_needs, bias_needs = ctx.needs_input_grad
+        _, _, x_needs, weight_needs, bias_needs, _ = ctx.needs_input_grad
         rule, deferred = ctx.rule, ctx.deferred
         x_grad = rule.input_gradient(grad, weight, x) if x_needs else None
-        if weight_needs or bias_needs:
+        bias_grad = grad.sum_to_size(ctx.made) if bias_needs and ctx.made is not None else None
+        if weight_needs or (bias_needs and bias is not None):
             work = (rule, weight, bias, x, grad)
             if deferred.items is None:
                 run_deferred([work])
             else:
                 deferred.items.append(work)
-        return None, None, x_grad, None, None
+        return None, None, x_grad, None, bias_grad, None
 
 
 def _add_gradient(parameter: Tensor | None, gradient: Callable[[], Tensor]) -> None:
@@ -232,6 +242,8 @@ class Site:
     x: fx.Node
     weight: fx.Node
     bias: fx.Node | None
+    made: bool
+    """The bias is no parameter but made of some: its gradient is not deferred."""
 
 
 def find_site(node: fx.Node, parameters: Mapping[fx.Node, str]) -> Site | None:
@@ -275,7 +287,8 @@ def _site(
 ) -> Site | None:
     if not isinstance(x, fx.Node) or not isinstance(weight, fx.Node) or rule is None:
         return None
-    if bias is not None and bias not in parameters:
+    made = bias is not None and bias not in parameters
+    if made and not (isinstance(bias, fx.Node) and rule.name == "affine"):
         return None
     if weight not in parameters:
         source = _transposed(weight)
@@ -284,7 +297,7 @@ def _site(
         rule, weight = rule_t, source
     if x in parameters:  # both gradients would be weight gradients
         return None
-    return Site(rule, x, weight, bias if isinstance(bias, fx.Node) else None)
+    return Site(rule, x, weight, bias if isinstance(bias, fx.Node) else None, made)
 
 
 _TRANSPOSES = (aten.t.default, aten.transpose.int, aten.permute.default)
@@ -314,7 +327,9 @@ def split(module: fx.GraphModule, code: SegmentCode) -> tuple[fx.GraphModule, De
         if site is None:
             continue
         with graph.inserting_before(node):
-            replacement = graph.call_function(_call(site.rule, deferred), (site.x, site.weight, site.bias))
+            replacement = graph.call_function(
+                _call(site.rule, deferred, site.made), (site.x, site.weight, site.bias)
+            )
         replacement.meta = dict(node.meta)
         node.replace_all_uses_with(replacement)
         graph.erase_node(node)
@@ -324,11 +339,11 @@ def split(module: fx.GraphModule, code: SegmentCode) -> tuple[fx.GraphModule, De
     return fx.GraphModule(module, graph), deferred
 
 
-def _call(rule: SplitRule, deferred: DeferredWork) -> Callable[..., Tensor]:
+def _call(rule: SplitRule, deferred: DeferredWork, made: bool) -> Callable[..., Tensor]:
     def split_op(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         # Gradients of complex products are products with conjugates, which the rules do not make.
         if rule.applies(x, weight) and not (x.is_complex() or weight.is_complex()):
-            result: Tensor = _SplitOp.apply(rule, deferred, x, weight, bias)  # type: ignore[no-untyped-call]
+            result: Tensor = _SplitOp.apply(rule, deferred, x, weight, bias, made)  # type: ignore[no-untyped-call]
             return result
         return rule.forward(x, weight, bias)
 

@@ -122,7 +122,8 @@ def test_halves_apart_run_the_last_product_again_too() -> None:
     """There it is a function of ours, which saves after it ran; and what weight halves need stays for them."""
     together, apart = (on_mesh(COLUMN_ROW, BLOCKS, schedule).segment.cost for schedule in ("1f1b", "zb-h1"))
     assert apart.transient_bytes > together.transient_bytes
-    assert apart.backward_weight_seconds > together.backward_weight_seconds  # nothing is hidden there
+    halves = [own.backward_input_seconds + own.backward_weight_seconds for own in (apart, together)]
+    assert halves[0] > halves[1]  # nothing is hidden there
     rest = {
         "transient_bytes": 0,
         "first_transient_bytes": 0,
@@ -150,7 +151,11 @@ def test_sums_of_input_gradients_run_beside_weight_gradients(blocks: tuple[str, 
         min(t.seconds(together.links[t.axis]), costs.weight_gradient_seconds(readers[t.node], size, device))
         for t in sums
     )
-    whole = apart.segment.cost.backward_weight_seconds
+    # Gradients of norms' weights are made with those of inputs.
+    others = [op for op, half in enumerate(costs.weight_half) if not half]
+    at_once = costs.segment_seconds(others, size, device).backward_weight
+    assert at_once > 0.0
+    whole = apart.segment.cost.backward_weight_seconds + at_once
     assert whole - together.segment.cost.backward_weight_seconds == pytest.approx(saved, rel=1e-9)
     assert saved > 0.0
     assert set(block_of(graph()).values()) == set(BLOCKS)

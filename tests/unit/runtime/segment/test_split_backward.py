@@ -45,6 +45,15 @@ def addmm_transposed(w: Tensor, b: Tensor, x: Tensor) -> Any:
     return (aten.addmm.default(b, aten.view.default(x, [-1, 4]), aten.permute.default(w, [1, 0])),)
 
 
+def bias_made_of_a_parameter(w: Tensor, b: Tensor, x: Tensor) -> Any:
+    h = aten.linear.default(x, w, aten.mul.Tensor(b, 0.5))
+    return (aten.add.Tensor(h, aten.linear.default(x, w, aten.unsqueeze.default(aten.exp.default(b), 0))),)
+
+
+def addmm_of_a_made_bias(w: Tensor, b: Tensor, x: Tensor) -> Any:
+    return (aten.addmm.default(aten.mul.Tensor(b, 0.5), aten.view.default(x, [-1, 4]), w),)
+
+
 def conv(w: Tensor, b: Tensor, x: Tensor) -> Any:
     return (aten.conv2d.default(x, w, b, [2, 1], [1, 0]),)
 
@@ -96,6 +105,8 @@ CASES: list[tuple[Call, tuple[tuple[int, ...], ...], bool]] = [
     (matmul_plain, SQUARE, True),
     (addmm, SQUARE, True),
     (addmm_transposed, ((5, 4), (5,), (2, 3, 4)), True),
+    (bias_made_of_a_parameter, SQUARE, True),
+    (addmm_of_a_made_bias, SQUARE, True),
     (conv, ((6, 3, 3, 2), (6,), (2, 3, 5, 4)), True),
     (conv_default_arguments, ((6, 3, 3, 2), (6,), (2, 3, 5, 4)), True),
     (conv_unbatched, ((6, 3, 3, 2), (6,), (2, 3, 5, 4)), False),
