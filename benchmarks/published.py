@@ -140,7 +140,11 @@ def read_runs(path: Path) -> list[Run]:
 
 @dataclass(frozen=True)
 class Setting:
-    """What of a run decides its graph. ``autocast``: the type of a ``torch.autocast`` around the model."""
+    """What of a run decides its graph. ``autocast``: the type of a ``torch.autocast`` around the model.
+
+    ``one_by_one``: its optimizer updates one parameter after the other, as transformers' own AdamW did before torch 2.0;
+    ``torch.optim`` works on all at once since.
+    """
 
     model: Callable[[], Workload]
     precision: Precision | None = None
@@ -151,6 +155,7 @@ class Setting:
     recompute: RecomputeMode = "none"
     zero: int = 0
     stack: str | None = None
+    one_by_one: bool = False
 
 
 def setting_of(run: Run) -> Setting:
@@ -171,7 +176,8 @@ def setting_of(run: Run) -> Setting:
     if words[0] == "dle":
         return Setting(resnet50, scaled, autocast=half, optimizer="momentum")
     if words[0] == "hf":
-        return Setting(bert_large, scaled, autocast=half, recompute="full" if "ckpt" in words else "none")
+        again: RecomputeMode = "full" if "ckpt" in words else "none"
+        return Setting(bert_large, scaled, autocast=half, recompute=again, one_by_one=True)
     own = "native" not in words
     attention = "sdpa" if "flash" in words else "chain"
     dtype = torch.bfloat16 if "bf16" in words else torch.float32
@@ -220,7 +226,7 @@ def planned(run: Run, held_out: bool = False) -> Plan:
     samples = run.batch // (run.gpus * run.microbatches)
     fix = [f"data={run.gpus}", f"zero={setting.zero}", f"microbatch={samples}"]
     fix.append(f"recompute={setting.recompute}")
-    return partition(
+    plan = partition(
         graph,
         cluster_of(run, setting, held_out),
         strategy="hybrid",
@@ -229,6 +235,15 @@ def planned(run: Run, held_out: bool = False) -> Plan:
         optimizer_memory=setting.optimizer,
         check="off",
     )
+    return _one_by_one(plan) if setting.one_by_one else plan
+
+
+def _one_by_one(plan: Plan) -> Plan:
+    """Return the plan with the peaks that it has where the optimizer makes nothing for all parameters at once."""
+    other = plan.model_copy(update={"update_bytes": {}})
+    peaks = {str(rank): peak for rank, peak in enumerate(other.simulate().peak_bytes)}
+    prediction = plan.prediction.model_copy(update={"peak_memory_bytes": peaks})
+    return other.model_copy(update={"prediction": prediction})
 
 
 def predicted(run: Run, held_out: bool = False) -> Outcome:
