@@ -149,7 +149,7 @@ class GraphCosts:
 
     @property
     def weight_half(self) -> tuple[bool, ...]:
-        """Per op: whether backward makes gradients of parameters, so that a deferred weight half needs what it saved."""
+        """Per op: whether the executor can put off gradients of its parameters; weight halves need what it saved."""
         return self._storages.weight_half
 
     def saved_operands(self, op_index: int) -> frozenset[int]:

@@ -12,6 +12,7 @@ from functools import partial
 import numpy as np
 
 from cost_models.cluster import ClusterSpec
+from cost_models.devices import Device
 from cost_models.memory import ParameterCount, StateBytes, state_bytes
 from cost_models.precision import Precision
 from passes.costs.backward_peak import BackwardPeak, backward_peak
@@ -70,12 +71,8 @@ def segment_graph(
             for device in devices
         )
         at_once = 0.0
-        """Seconds of gradients of parameters that are made with those of inputs, though the schedule puts others off."""
         if deferring and backward:
-            others = [op for op in indices.tolist() if not costs.weight_half[op]]
-            at_once = _slowest(
-                [costs.segment_seconds(others, microbatch_size, device) for device in devices]
-            ).backward_weight
+            at_once = _seconds_at_once(costs, indices.tolist(), microbatch_size, devices)
             at_once = min(at_once, seconds.backward_weight)
         peak = (
             backward_peak(graph, costs, indices.tolist(), microbatch_size, regions, deferring=deferring)
@@ -100,6 +97,14 @@ def segment_graph(
         for name, consumers in crossing.items()
     )
     return SegmentGraph(tuple(segments), values, cluster.world_size)
+
+
+def _seconds_at_once(
+    costs: GraphCosts, ops: Sequence[int], microbatch_size: int, devices: Sequence[Device]
+) -> float:
+    """Return the seconds of gradients of parameters that are made with those of inputs, since no weight half makes them."""
+    others = [op for op in ops if not costs.weight_half[op]]
+    return max(costs.segment_seconds(others, microbatch_size, device).backward_weight for device in devices)
 
 
 def _slowest(each: Sequence[SegmentSeconds]) -> SegmentSeconds:

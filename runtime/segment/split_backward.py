@@ -77,13 +77,13 @@ class _SplitOp(torch.autograd.Function):
         x: Tensor,
         weight: Tensor,
         bias: Tensor | None,
-        made: bool,
+        made_bias: bool,
     ) -> Tensor:
-        """Run the op. ``made``: the bias is made by other ops, so its gradient is theirs to wait for."""
+        """Run the op. ``made_bias``: the bias comes from other ops, which get its gradient at once."""
         ctx.rule, ctx.deferred = rule, deferred
         # Parameters as they are: inside a recomputed block autograd hands out detached copies of what it saved.
-        ctx.weight, ctx.bias = weight, None if made else bias
-        ctx.made = bias.shape if made and bias is not None else None
+        ctx.weight, ctx.bias = weight, None if made_bias else bias
+        ctx.made_shape = bias.shape if made_bias and bias is not None else None
         ctx.save_for_backward(x)
         return rule.forward(x, weight, bias)
 
@@ -95,7 +95,7 @@ class _SplitOp(torch.autograd.Function):
         _, _, x_needs, weight_needs, bias_needs, _ = ctx.needs_input_grad
         rule, deferred = ctx.rule, ctx.deferred
         x_grad = rule.input_gradient(grad, weight, x) if x_needs else None
-        bias_grad = grad.sum_to_size(ctx.made) if bias_needs and ctx.made is not None else None
+        bias_grad = grad.sum_to_size(ctx.made_shape) if bias_needs and ctx.made_shape is not None else None
         if weight_needs or (bias_needs and bias is not None):
             work = (rule, weight, bias, x, grad)
             if deferred.items is None:
@@ -242,7 +242,7 @@ class Site:
     x: fx.Node
     weight: fx.Node
     bias: fx.Node | None
-    made: bool
+    made_bias: bool
     """The bias is no parameter but made of some: its gradient is not deferred."""
 
 
@@ -287,8 +287,8 @@ def _site(
 ) -> Site | None:
     if not isinstance(x, fx.Node) or not isinstance(weight, fx.Node) or rule is None:
         return None
-    made = bias is not None and bias not in parameters
-    if made and not (isinstance(bias, fx.Node) and rule.name == "affine"):
+    made_bias = bias is not None and bias not in parameters
+    if made_bias and not (isinstance(bias, fx.Node) and rule.name == "affine"):
         return None
     if weight not in parameters:
         source = _transposed(weight)
@@ -297,7 +297,7 @@ def _site(
         rule, weight = rule_t, source
     if x in parameters:  # both gradients would be weight gradients
         return None
-    return Site(rule, x, weight, bias if isinstance(bias, fx.Node) else None, made)
+    return Site(rule, x, weight, bias if isinstance(bias, fx.Node) else None, made_bias)
 
 
 _TRANSPOSES = (aten.t.default, aten.transpose.int, aten.permute.default)
@@ -328,7 +328,7 @@ def split(module: fx.GraphModule, code: SegmentCode) -> tuple[fx.GraphModule, De
             continue
         with graph.inserting_before(node):
             replacement = graph.call_function(
-                _call(site.rule, deferred, site.made), (site.x, site.weight, site.bias)
+                _call(site.rule, deferred, site.made_bias), (site.x, site.weight, site.bias)
             )
         replacement.meta = dict(node.meta)
         node.replace_all_uses_with(replacement)
@@ -339,11 +339,11 @@ def split(module: fx.GraphModule, code: SegmentCode) -> tuple[fx.GraphModule, De
     return fx.GraphModule(module, graph), deferred
 
 
-def _call(rule: SplitRule, deferred: DeferredWork, made: bool) -> Callable[..., Tensor]:
+def _call(rule: SplitRule, deferred: DeferredWork, made_bias: bool) -> Callable[..., Tensor]:
     def split_op(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         # Gradients of complex products are products with conjugates, which the rules do not make.
         if rule.applies(x, weight) and not (x.is_complex() or weight.is_complex()):
-            result: Tensor = _SplitOp.apply(rule, deferred, x, weight, bias, made)  # type: ignore[no-untyped-call]
+            result: Tensor = _SplitOp.apply(rule, deferred, x, weight, bias, made_bias)  # type: ignore[no-untyped-call]
             return result
         return rule.forward(x, weight, bias)
 

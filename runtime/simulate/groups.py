@@ -80,8 +80,9 @@ def simulate_groups(
     microbatches = count_microbatches(programs)
     scale = list(microbatch_scale) or [1.0] * microbatches
     state, steps = list(state_bytes) or [0.0] * world, list(optimizer_seconds) or [0.0] * world
-    refuse_wrong_lengths(programs, world, scale, microbatches, state, steps)
-    slowest, most = list(steps), list(update_bytes) or [0.0] * world
+    most = list(update_bytes) or [0.0] * world
+    refuse_wrong_lengths(programs, world, scale, microbatches, state, steps, most)
+    slowest = list(steps)
     for rank, leader in enumerate(leader_of):
         slowest[leader] = max(slowest[leader], steps[rank])
         most[leader] = max(most[leader], most[rank])

@@ -16,7 +16,6 @@ Charged to a rank (times are of the simulated instructions; bytes are multiplied
     a gradient, where made     start of the first local consumer's   the send is done; or, within the rank, the end of
                                backward                              the producer's backward
     a gradient, where received the receive is posted                 end of the producer's backward
-
     made by the optimizer      start of its step                     its end
 
 A consumer is done with a value at the end of its last backward half: autograd may have saved it. So ``saved_bytes``

@@ -133,8 +133,9 @@ def simulate(
     world, microbatches = graph.world_size, count_microbatches(programs)
     scale = list(microbatch_scale) or [1.0] * microbatches
     refuse_wrong_lengths(
-        programs, world, scale, microbatches, state_bytes or [0] * world, optimizer_seconds or [0] * world
-    )
+        programs, world, scale, microbatches, state_bytes or [0] * world, optimizer_seconds or [0] * world,
+        update_bytes or [0] * world,
+    )  # fmt: skip
     flat = FlatPrograms(programs, graph, links, scale, contention)
     steps = optimizer_seconds or [0.0] * world
     flat.flatten(overheads, steps, reduce_seconds or _nothing, device_queues, ready=reduce_ready)
@@ -155,6 +156,7 @@ def refuse_wrong_lengths(
     microbatches: int,
     state_bytes: Sequence[float],
     optimizer_seconds: Sequence[float],
+    update_bytes: Sequence[float],
 ) -> None:
     """Raise ``InternalError`` where a sequence does not have one entry per rank, or per micro-batch."""
     problems = [
@@ -163,6 +165,7 @@ def refuse_wrong_lengths(
             ("programs", programs, world),
             ("state_bytes", state_bytes, world),
             ("optimizer_seconds", optimizer_seconds, world),
+            ("update_bytes", update_bytes, world),
             ("microbatch_scale", scale, microbatches),
         )
         if len(given) != count
