@@ -56,7 +56,7 @@ aten = torch.ops.aten
 
 _MAY_BE_VIEWS = frozenset(
     {
-        "reshape", "contiguous", "flatten", "clone", "expand", "expand_as", "to", "_to_copy", "type_as", "view_as",
+        "reshape", "contiguous", "flatten", "clone", "expand", "expand_as", "to", "_to_copy", "view_as",
         "repeat", "tile", "repeat_interleave", "cat", "stack", "split", "chunk", "index", "slice", "select", "pad",
         "constant_pad_nd", "roll", "einsum", "broadcast_to", "movedim", "unflatten", "detach", "lift_fresh_copy",
     }

@@ -100,12 +100,7 @@ def _copy(node: fx.Node) -> tuple[Choice, ...]:
 
 
 def _to(node: fx.Node) -> tuple[Choice, ...]:
-    """Shard a cast; a tensor that only names the type is taken whole, whatever its shape."""
-    marks = _cast(node)
-    (result,) = tensors_of(node)
-    letters = tuple(f"d{d}" for d in range(result.dim()))
-    others = [Term((None,) * len(shape)) for shape in operands_shapes(node)[1:]]
-    return from_terms(node, [Term(letters, linear="self" in marks), *others], [Term(letters)])
+    return elementwise(node, _cast(node))
 
 
 def _where_scalar(node: fx.Node) -> tuple[Choice, ...]:
@@ -149,8 +144,6 @@ RULES: Mapping[object, Rule] = {
             aten.to.dtype,
             aten.to.dtype_layout,
             aten.to.device,
-            aten.to.other,
-            aten.type_as.default,
             aten._to_copy.default,
         ),
         _to,

@@ -3,6 +3,7 @@
     wrap_with_set_grad_enabled(False, body, x)   →  body's ops, detached (passes.trace.normal.gradients)
     wrap_with_autocast("cpu", bf16, True, body)  →  body's ops with explicit ``to(bfloat16)`` (passes.trace.normal.autocast)
     _assert_scalar, _assert_tensor_metadata      →  gone, with the comparisons that only they read
+    x.type_as(y) ; x.to(y)                       →  x.to(bf16): of y only the type is asked, which is known
     x[:, :] ; x.to(x.dtype) ; lift_fresh_copy    →  x
     x.transpose(1, 2).view(4, -1)                →  x.transpose(1, 2).reshape(4, -1)
 
@@ -74,6 +75,7 @@ class _Modes:
 def simplify(gm: fx.GraphModule) -> fx.GraphModule:
     """Make a new module without higher-order ops, asserts, no-ops and dead code; ``gm`` is left as it is."""
     graph = _inline(gm)
+    _name_types(graph)
     _drop_no_ops(graph)
     _accept_other_orders(graph)
     drop_dead_code(graph)
@@ -194,6 +196,17 @@ def _is_assert(node: fx.Node) -> bool:
     if isinstance(node.target, torch._ops.OpOverload):
         return node.target._schema.name in _ASSERTS
     return node.target is torch._check
+
+
+# --------------------------------------------------------------------------------------------------
+# Casts to the type of another tensor
+
+
+def _name_types(graph: fx.Graph) -> None:
+    """Let casts name their type, in place: nobody then waits for, sends or gathers a tensor whose numbers nobody reads."""
+    for node in graph.nodes:
+        if node.op == "call_function" and node.target in (aten.type_as.default, aten.to.other):
+            node.target, node.args = aten.to.dtype, (node.args[0], node.meta["val"].dtype, *node.args[2:])
 
 
 # --------------------------------------------------------------------------------------------------

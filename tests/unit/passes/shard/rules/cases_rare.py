@@ -65,8 +65,6 @@ def rare_elementwise(d: Draw) -> Case:
         (aten._to_copy.default, x),
         (aten.to.device, x, torch.device("cpu"), torch.float64),
         (aten.to.dtype_layout, x),
-        (aten.to.other, x, d.tensor()),
-        (aten.type_as.default, x, d.tensor()),
         (aten.ones_like.default, x),
     )
 

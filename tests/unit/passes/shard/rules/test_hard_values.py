@@ -137,9 +137,6 @@ def small_indices() -> list[tuple[Any, ...]]:
         (aten.index_put.default, x, [torch.tensor([True, False, True, True])], doubles(8)),
         (aten.index.Tensor, x, [x > 0]),
         (aten.index_add.default, x, 0, torch.tensor([2, 2, 0, 2]), doubles(4, 8)),
-        (aten.type_as.default, x > 0, doubles(2, 3, 4)),
-        (aten.type_as.default, x, doubles(3)),
-        (aten.to.other, x, doubles(6, 1, 1)),
         (aten.embedding.default, doubles(4, 8), torch.randint(4, (4, 4)), -1, False, True),
         (aten.embedding.default, doubles(4, 8), torch.randint(4, (4, 4)), 2, True, False),
         (

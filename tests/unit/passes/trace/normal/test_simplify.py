@@ -38,6 +38,31 @@ def test_noise_goes_and_projections_stay() -> None:
     gm.graph.lint()
 
 
+class TypesOfOthers(nn.Module):
+    """x [b, 4] in bfloat16."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4, dtype=torch.bfloat16))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x * self.weight
+        y = torch.ops.aten.to.other(x.float().square().type_as(x), x.float(), copy=True)
+        return (y.type_as(x.float()) + (x > 0).type_as(y)).sum()
+
+
+def test_casts_name_their_type_instead_of_reading_a_tensor_of_it() -> None:
+    inputs = {"x": torch.randn(3, 4, dtype=torch.bfloat16)}
+    program = export(TypesOfOthers(), inputs)
+    gm, _ = lowered(program)
+    assert {aten.type_as.default, aten.to.other}.isdisjoint(targets(gm))
+    casts = [node for node in gm.graph.nodes if node.target == aten.to.dtype]
+    assert [node.args[1] for node in casts] == [
+        torch.float32, torch.bfloat16, torch.float32, torch.float32
+    ]  # fmt: skip
+    assert difference(run(program, gm, inputs), eager(program.model, inputs, lambda loss: loss)) == 0
+
+
 def test_the_input_graph_is_left_as_it_is() -> None:
     program = export(models.FrozenBranch(), {"x": torch.randn(3, 4)})
     before = str(program.graph.graph)
