@@ -5,8 +5,13 @@
 With ``--search`` each row is planned with nothing fixed, too, and the table compares both.
 
 A row is a model, a cluster, a batch and a fix; what is short is said where it does not fit. Recipes that used FP8 are
-planned in bfloat16: only the structure is compared. Sources: torchtitan's and Megatron-LM's published configurations,
-Narayanan et al. 2021 (arXiv 2104.04473, table 1).
+planned in bfloat16: only the structure is compared. A plan computes whole blocks again or keeps them, so where the source
+computed some ops of each block again ("selective"), ``recompute=auto`` stands for it: as many blocks again as memory asks
+for. It stands for "none", too, where that does not fit in our prediction.
+
+Sources: torchtitan (its benchmark of December 2024, on H100s with 96 GB), The Llama 3 Herd of Models
+(arXiv 2407.21783, section 3.3: 126 layers in 128 parts of 16 ranks, nothing computed again), Megatron-LM's published
+configurations, Narayanan et al. 2021 (arXiv 2104.04473, table 1).
 """
 
 from __future__ import annotations
@@ -19,6 +24,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from cost_models.cluster import ClusterSpec
 from cost_models.errors import PartitionerError
@@ -33,13 +39,17 @@ VOCABULARY = 51_200
 
 @dataclass(frozen=True)
 class Row:
-    """One configuration. ``model``: a bundled name, or (layers, width, heads) of a GPT."""
+    """One configuration. ``model``: a bundled name, or (layers, width, heads) of a GPT.
+
+    ``recomputed``: how much of a block the source says it computed again; "" where it does not say.
+    """
 
     model: str | tuple[int, int, int]
     seq: int
     cluster: str
     batch: int
     fix: str
+    recomputed: Literal["", "none", "selective", "full"] = ""
 
     @property
     def name(self) -> str:
@@ -53,18 +63,19 @@ class Row:
 def _gpt(layers: int, width: int, heads: int, devices: int, batch: int, tensor: int, pipeline: int) -> Row:
     data = devices // (tensor * pipeline)
     fix = f"pipeline={pipeline} tensor={tensor} data={data} microbatch=1 recompute=full"
-    return Row((layers, width, heads), 2048, f"dgx-a100:{devices // 8}", batch, fix)
+    return Row((layers, width, heads), 2048, f"dgx-a100:{devices // 8}", batch, fix, "full")
 
 
 WIDE = "data=8 tensor=8 zero=1 microbatch=1 recompute=full"
+META = "tensor=8 data=128 zero=1 microbatch=1 recompute=auto"
 ROWS = (
     Row("llama-70b", 8192, "dgx-h100:8", 128, "pipeline=8 interleave=5 tensor=4 microbatch=1"),
-    Row("llama-8b", 8192, "dgx-h100:1", 16, "data=8 zero=3 microbatch=2 recompute=full"),
-    Row("llama-8b", 8192, "dgx-h100:16", 256, "data=128 zero=3 microbatch=2 recompute=full"),
-    Row("llama-70b", 8192, "dgx-h100:32", 512, "data=32 tensor=8 zero=3 microbatch=16 recompute=full"),
-    Row("llama-405b", 8192, "dgx-h100:64", 256, f"pipeline=8 {WIDE}"),
-    Row("llama-405b", 8192, "dgx-h100:64", 256, f"pipeline=8 interleave=2 {WIDE}"),
-    Row("llama-405b", 8192, "dgx-h100:2048", 2048, "pipeline=16 tensor=8 data=128 zero=1 microbatch=1 recompute=full"),
+    Row("llama-8b", 8192, "dgx-h100:1", 16, "data=8 zero=3 microbatch=2 recompute=auto", "selective"),
+    Row("llama-8b", 8192, "dgx-h100:16", 256, "data=128 zero=3 microbatch=2 recompute=auto", "selective"),
+    Row("llama-70b", 8192, "dgx-h100:32", 512, "data=32 tensor=8 zero=3 microbatch=16 recompute=full", "full"),
+    Row("llama-405b", 8192, "dgx-h100:64", 256, f"pipeline=8 {WIDE}", "full"),
+    Row("llama-405b", 8192, "dgx-h100:64", 256, f"pipeline=8 interleave=2 {WIDE}", "full"),
+    Row("llama-405b", 8192, "dgx-h100:2048", 2048, f"pipeline=16 interleave=8 {META}", "none"),
     Row((96, 12_288, 96), 2048, "dgx-h100:64", 2048, "pipeline=8 interleave=6 sequence=4 data=16 microbatch=2"),
     _gpt(24, 2304, 24, 32, 512, 1, 1),
     _gpt(30, 3072, 32, 64, 512, 2, 1),
@@ -103,6 +114,7 @@ def measured(rows: list[Row], *, search: bool) -> Iterator[dict[str, object]]:
             "devices": row.cluster,
             "batch": row.batch,
             "fix": row.fix,
+            "recomputed": row.recomputed,
             **_planned(graph, row, row.fix),
         }
         if search:
@@ -142,7 +154,7 @@ def _figures(plan: Plan) -> dict[str, object]:
 
 def line(row: dict[str, object]) -> str:
     """Write a row of the table in ``docs/06g-hybrid.md``."""
-    head = f"| {row['model']} | {row['devices']} | {row['batch']} | `{row['fix']}` |"
+    head = f"| {row['model']} | {row['devices']} | {row['batch']} | `{row['fix']}` | {row['recomputed']} |"
     if "refused" in row:
         refused = row["refused"]
         assert isinstance(refused, list)
@@ -177,7 +189,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="append a line of JSON per row")
     given = parser.parse_args()
     rows = [row for row in ROWS if given.only in f"{row.name} {row.cluster} {row.fix}"]
-    head = "model | devices | batch | fix | step | MFU | fullest device | bubble | planning, s"
+    head = "model | devices | batch | fix | again there | step | MFU | fullest device | bubble | planning, s"
     if given.search:
         head = "model | devices | batch | by hand | found | faster | MFU | fullest device | gap | plan | planning, s"
     print(f"| {head} |\n|" + "---|" * (head.count("|") + 1))
