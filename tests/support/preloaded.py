@@ -1,6 +1,7 @@
 """Imported once, by the process that the tests' workers are forked from: what nearly all of them would import and do first.
 
-No backward runs here: autograd must not have started in a process that is forked.
+No backward runs here, not even on fake tensors, so no model is planned: a build of torch for GPUs starts autograd's threads
+then, and no process forked later can run a backward ("Unable to handle autograd's threading ...").
 """
 
 from __future__ import annotations
@@ -16,18 +17,9 @@ import transformers.models.llama.modeling_llama  # noqa: F401
 from torch import nn
 
 import partitioner.engine.engine
+import partitioner.planning.best
 import partitioner.verify.verify  # noqa: F401
-from cost_models.cluster import ClusterSpec
-from partitioner import Workload, partition
-from partitioner.models.as_graph import as_graph
 
-_model = nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 1))
-_batch = (torch.zeros(4, 2), torch.zeros(4, 1))
-partition(
-    as_graph(Workload(_model, _batch, lambda output, batch: (output - batch[1]).square().mean())),
-    ClusterSpec.local(2),
-    batch_size=4,
-    microbatches=2,
-)
+torch.export.export(nn.Sequential(nn.Linear(2, 2), nn.ReLU()), (torch.zeros(4, 2),), strict=False)
 gc.collect()
 gc.freeze()

@@ -1,4 +1,4 @@
-"""Local workers that are there at once: forked from a process that has imported torch and traced a model.
+"""Local workers that are there at once: forked from a process that has imported torch and exported a model.
 
 A worker that starts cold needs four to eight seconds of processor time before its first step; the tests start some fifty.
 """

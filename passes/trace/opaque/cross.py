@@ -30,7 +30,7 @@ from passes.trace.opaque.code import (
 from passes.trace.opaque.mark import ACTIVE
 from passes.trace.opaque.open_sizes import OpenSizes, described, open_sizes
 from passes.trace.opaque.refused import LOSS, PartError, refuse_inner_gradients
-from passes.trace.opaque.sizes import APPLY, Observed, Point, UnfitError, apart, observe_fake, points
+from passes.trace.opaque.sizes import Observed, Point, UnfitError, apart, applied, observe_fake, points
 from runtime.ops.opaque import Baked, Opaque, Result, Size, Slot, Tree
 
 _CALLS: dict[str, Opaque] = {}
@@ -121,15 +121,13 @@ class Crossing:
         return forward
 
     def _applied(self) -> Callable[..., Any]:
-        original = APPLY.__func__
-
         def apply(cls: type, *args: Any, **kwargs: Any) -> Any:
             differentiated = any(
                 isinstance(leaf, Tensor) and leaf.requires_grad for leaf in pytree.tree_leaves((args, kwargs))
             )
             own = cls.__module__.startswith("torch.") or ACTIVE.cross is None
             if own or not differentiated or not torch.is_grad_enabled():
-                return original(cls, *args, **kwargs)
+                return applied(cls)(*args, **kwargs)
             return self._function(cls, args, kwargs)
 
         return apply

@@ -27,7 +27,7 @@ from passes.trace.opaque.cross import Crossing, NeedsSamplesError
 from passes.trace.opaque.mark import ACTIVE
 from passes.trace.opaque.parts import Parts
 from passes.trace.opaque.refused import LOSS
-from passes.trace.opaque.sizes import APPLY, Observed, apart, observe_real
+from passes.trace.opaque.sizes import Observed, apart, applied, observe_real
 from passes.trace.python_state import unchanged
 from runtime.ops.opaque import Baked, Opaque, Slot, Tree
 
@@ -173,7 +173,7 @@ def _recording(
     def apply(cls: type, *args: Any, **kwargs: Any) -> Any:
         if not cls.__module__.startswith("torch."):
             note(cls, args, kwargs)
-        return APPLY.__func__(cls, *args, **kwargs)
+        return applied(cls)(*args, **kwargs)
 
     def call(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         note(function, args, kwargs)

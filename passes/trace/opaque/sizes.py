@@ -28,7 +28,7 @@ from runtime.ops.opaque import Measured, Opaque, Size, no_compile
 T = TypeVar("T")
 
 APPLY = torch.autograd.Function.__dict__["apply"]
-"""The way in which torch applies a Function, which a trace replaces."""
+"""The way in which torch applies a Function, which a trace replaces; since torch 2.14 a descriptor written in C."""
 
 _CALL, _GETATTR = nn.Module.__call__, nn.Module.__getattr__
 
@@ -93,6 +93,12 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch leave
 def storage_of(tensor: Tensor) -> int:
     """Identify a tensor's storage while the tensor lives."""
     return int(tensor.untyped_storage()._cdata)
+
+
+def applied(cls: type) -> Callable[..., Any]:
+    """Return torch's own ``cls.apply`` of a Function, whatever stands there while a trace is under way."""
+    bound: Callable[..., Any] = APPLY.__get__(None, cls)
+    return bound
 
 
 def apart(function: Callable[[], T]) -> T:
