@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from typing import ClassVar
 
 from cost_models.shown import as_html, printable
+from cost_models.tried import untried_versions
 
 
 class PartitionerError(Exception):
@@ -22,6 +23,8 @@ class PartitionerError(Exception):
 
     kind: ClassVar[str] = "internal"
     exit_code: ClassVar[int] = 1
+    by_versions: ClassVar[bool] = False
+    """True if a library of another version than was tried can be the reason: then the error begins with it."""
 
     def __init__(self, what: str, because: Sequence[str] = (), suggestions: Sequence[str] = ()) -> None:
         self.what = what
@@ -31,7 +34,8 @@ class PartitionerError(Exception):
 
     def render(self) -> str:
         """Write the error as the command line prints it on stderr."""
-        lines = [f"error[{self.kind}]: {self.what}"]
+        lines = untried_versions() if self.by_versions else []
+        lines += [f"error[{self.kind}]: {self.what}"]
         lines += [f"  because: {reason}" for reason in self.because]
         lines += [f"  try: {suggestion}" for suggestion in self.suggestions]
         return "\n".join(lines)
@@ -83,6 +87,7 @@ class ModelError(PartitionerError):
 
     kind = "model"
     exit_code = 3
+    by_versions = True
 
 
 class InfeasibleError(PartitionerError):
@@ -112,6 +117,7 @@ class RankFailureError(PartitionerError):
 
     kind = "rank"
     exit_code = 6
+    by_versions = True
 
 
 class VerificationError(PartitionerError):
@@ -119,10 +125,13 @@ class VerificationError(PartitionerError):
 
     kind = "verification"
     exit_code = 7
+    by_versions = True
 
 
 class InternalError(PartitionerError):
     """A compiler invariant does not hold: a bug of ours. Names the pass or rule that found it."""
+
+    by_versions = True
 
     def _render_traceback_(self) -> list[str]:
         """Show IPython's users the whole traceback: it is needed to mend the bug."""

@@ -99,7 +99,10 @@ _MODULES = {
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module 'partitioner' has no attribute {name!r}")
-    return getattr(import_module(_MODULES.get(name, "cost_models.errors")), name)
+    from partitioner.unforeseen import versions_named
+
+    with versions_named():
+        return getattr(import_module(_MODULES.get(name, "cost_models.errors")), name)
 
 
 def __dir__() -> list[str]:

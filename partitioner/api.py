@@ -13,6 +13,7 @@ from partitioner.models.made_with import MadeWith
 from partitioner.plan import Plan
 from partitioner.planning.option_table import with_python_help
 from partitioner.planning.options import PlanOptions
+from partitioner.unforeseen import versions_named
 from passes.search.free.request import Objective
 from passes.search.words import RecomputeMode
 from passes.trace.loss.reduction import LossReduction
@@ -20,6 +21,7 @@ from passes.trace.precision import check_precision
 from runtime.collector import collector_paused
 
 
+@versions_named()
 @with_python_help
 def partition(
     model: ModelOrTrace,

@@ -19,10 +19,11 @@ from importlib import import_module
 
 import cyclopts
 
-from cost_models.errors import InternalError, PartitionerError, UsageError
+from cost_models.errors import PartitionerError, UsageError
 from partitioner.commands import plan_graph
 from partitioner.commands.options import discard_stdout, progress, report
 from partitioner.doctor.facts import version_text
+from partitioner.unforeseen import internal_error
 from runtime.collector import collector_paused
 
 COMMANDS = {
@@ -124,10 +125,7 @@ def run_command(arguments: list[str]) -> int:
         print("interrupted", file=sys.stderr)
         return 130
     except Exception as error:  # noqa: BLE001 - the last resort must name the bug and not drown it in a traceback
-        found = InternalError(
-            f"{type(error).__name__}: {error}",
-            suggestions=["run again with --debug and report the traceback"],
-        )
+        found = internal_error(error, "run again with --debug and report the traceback")
         return _failed(found, arguments, debug)
 
 

@@ -15,9 +15,11 @@ from partitioner.deployment.deploy import deploy_plan, deployed_workload
 from partitioner.engine.engine import Engine
 from partitioner.models.as_graph import ModelOrTrace, as_graph
 from partitioner.plan import Plan
+from partitioner.unforeseen import versions_named
 from runtime.ranks.meeting import Meeting
 
 
+@versions_named()
 def deploy(
     model: ModelOrTrace,
     cluster: ClusterSpec,

@@ -16,6 +16,7 @@ from partitioner.record.file import write_text
 from partitioner.report.diff import diff_plans
 from partitioner.report.launch import launch_of
 from partitioner.report.table import render_plan, summary_rows
+from partitioner.unforeseen import versions_named
 
 if TYPE_CHECKING:
     from partitioner.engine.engine import Engine
@@ -86,6 +87,7 @@ class Plan(PlanData):
     @overload
     def verify(self, model: ModelOrTrace, *, train: Literal[True], **options: Any) -> TrainReport: ...
 
+    @versions_named()
     def verify(
         self, model: ModelOrTrace, *, train: bool = False, **options: Any
     ) -> VerifyReport | TrainReport:
@@ -101,6 +103,7 @@ class Plan(PlanData):
         completed = self._made_with.completed(model, options)
         return verify_training(self, model, **completed) if train else verify_plan(self, model, **completed)
 
+    @versions_named()
     def deploy(self, model: ModelOrTrace, **options: Any) -> Engine:
         """Return this rank's engine, ready for ``train_step``; under torchrun, called on every rank.
 

@@ -14,8 +14,9 @@ from importlib.metadata import PackageNotFoundError, version
 
 from cost_models import host
 from cost_models.errors import PartitionerError
+from cost_models.tried import untried_versions
 
-NEEDED = ("torch", "numpy", "networkx", "pulp", "highspy", "pydantic", "pyyaml", "cyclopts", "rich")
+NEEDED = ("torch", "numpy", "networkx", "pulp", "highspy", "pydantic", "pyyaml", "cyclopts", "rich", "jinja2")
 """The packages that ``pyproject.toml`` asks for."""
 OPTIONAL = ("transformers", "safetensors", "tensorboard", "wandb")
 """The packages that some features use."""
@@ -31,6 +32,8 @@ class Facts:
 
     versions: Mapping[str, str | None]
     """The versions of partitioner, python, and the packages; None where one is not installed."""
+    untried: tuple[str, ...]
+    """A line for each of them that was not tried."""
     system: str
     cores: int
     memory_bytes: int
@@ -63,6 +66,7 @@ def gather() -> Facts:
     packages = {name: _version(name) for name in ("partitioner", *NEEDED, *OPTIONAL)}
     return Facts(
         versions={"python": platform.python_version(), **packages},
+        untried=tuple(untried_versions()),
         system=f"{platform.system()} {platform.machine()}",
         cores=host.core_count(),
         memory_bytes=host.memory_bytes(),

@@ -89,6 +89,8 @@ def _findings(f: Facts) -> list[Finding]:
     missing = [name for name in NEEDED if f.versions.get(name) is None]
     if missing:
         add("anything", f"{', '.join(missing)} missing", "install it again: pip install partitioner")
+    for line in f.untried:
+        add("something, perhaps", line, "install a version that is known good where something fails")
     if f.torch_problem:
         add(
             "anything",

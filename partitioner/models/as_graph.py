@@ -11,6 +11,7 @@ from cost_models.errors import UsageError
 from cost_models.precision import Precision
 from cost_models.units import counted
 from partitioner.models.workload import Workload, workload_of
+from partitioner.unforeseen import versions_named
 from passes.fidelity.check import check_fidelity, has_values
 from passes.graph.graph import OpGraph
 from passes.timings import run_pass
@@ -75,6 +76,7 @@ def as_graph(
     return _compared(graph, module, workload.example_inputs, workload.loss_fn, batch_dims, check)
 
 
+@versions_named()
 def trace(
     model: torch.nn.Module,
     example_inputs: object,

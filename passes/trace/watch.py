@@ -263,11 +263,12 @@ def watch_checkpointing(model: nn.Module, seen: list[str]) -> Iterator[None]:
         """Compute what the reentrant form does; its own forward runs without gradients, which a trace would believe."""
         return run_function(*args)
 
-    generator = torch.utils.checkpoint._checkpoint_without_reentrant_generator
+    frame = torch.utils.checkpoint._CheckpointFrame
     reentrant = torch.utils.checkpoint.CheckpointFunction
-    # Patched below the public function, which most models have imported by name.
+    # Patched below the public function, which most models have imported by name: the frame is made under every name
+    # that torch 2.11 to 2.14 give to what surrounds it.
     with (
-        mock.patch.object(torch.utils.checkpoint, generator.__name__, recording(generator)),
+        mock.patch.object(torch.utils.checkpoint, frame.__name__, recording(frame)),
         mock.patch.object(reentrant, "apply", recording(plain)),
     ):
         yield

@@ -19,6 +19,7 @@ from partitioner.doctor.findings import diagnose
 VERSIONS = dict.fromkeys(("python", "partitioner", *NEEDED, *OPTIONAL), "1.2.3")
 GOOD = Facts(
     versions=VERSIONS,
+    untried=(),
     system="Linux x86_64",
     cores=16,
     memory_bytes=128 << 30,
@@ -55,6 +56,10 @@ def test_where_all_is_well_nothing_is_found() -> None:
             ("training on GPUs", "torch was built for CPUs only", "train where"),
         ),
         ({"gpus": ()}, ("training on GPUs", "nvidia-smi", "run --local")),
+        (
+            {"untried": ("torch 2.16.0 was not tried; known good: 2.11 to 2.14",)},
+            ("something, perhaps", "torch 2.16.0 was not tried", "where something fails"),
+        ),
         ({"backends": ("gloo",)}, ("training on several GPUs", "no NCCL", "CUDA")),
         ({"backends": ("nccl",)}, ("verify, and run --local", "no Gloo", "pypi.org")),
         ({"calibration": None}, ("local:N", "was not measured", "partitioner calibrate")),
