@@ -120,9 +120,10 @@ def _with_batch(
     """Return the placements with each part of the batch in one layout on each group, and the parts that a stage of one
     would read in another.
 
-    Stages that read nothing of it but its size take it as others of their group do, or of any.
+    Stages that read nothing of it but its size take it as others of their group do, or of any on a mesh of their shape.
     """
     read: dict[tuple[int, ...], dict[str, Placements]] = {}
+    alike: dict[tuple[int, ...], dict[str, Placements]] = {}
     own_read: dict[int, dict[str, Placements]] = {}
     for number, own in placements.items():
         stage = stages[number]
@@ -134,12 +135,13 @@ def _with_batch(
         }
         own_read[number] = {name: own.batch[name] for name in own.batch if name in names}
         read[stage.ranks] = _first_of([read.get(stage.ranks, {}), own_read[number]])
-    anywhere = _first_of(read.values())
+        alike[own.mesh.shape] = _first_of([alike.get(own.mesh.shape, {}), own_read[number]])
     made, unlike = {}, set[str]()
     for number, own in placements.items():
         group = read[stages[number].ranks]
         unlike |= {name for name, layout in own_read[number].items() if group[name] != layout}
-        batch = {name: group.get(name, anywhere.get(name, layout)) for name, layout in own.batch.items()}
+        known = {**own.batch, **alike[own.mesh.shape], **group}
+        batch = {name: known[name] for name in own.batch}
         made[number] = replace(own, batch=batch)
     return made, unlike
 

@@ -137,3 +137,21 @@ def test_what_does_not_agree_is_refused() -> None:
     )
     with pytest.raises(InternalError, match="not what the pipeline costs"):
         check_agreement(cost.evaluated(other, found.values), solved.seconds, ())
+
+
+def test_leaves_read_for_their_size_alone_are_laid_out_on_the_mesh_of_their_own_stage() -> None:
+    """The first stage reads no labels, and its mesh has one axis; the last reads them, on a mesh of two."""
+    nodes = [
+        {"name": name, "count": count, "device": device, "links": "NVLink3"}
+        for name, count, device in (("large", 2, "A100-80GB"), ("small", 4, "A100-40GB"))
+    ]
+    cluster = ClusterSpec.from_dict({"nodes": nodes, "network": "Ethernet-25G"})
+    graph = load("gpt2")[1]
+    own = GroupSearch(graph, costs_of(graph, cluster), cluster, Job(16))
+    wanted = [(1, 2), (2, 2)]
+    option = next(o for o in own.options() if [(run.replicas, run.tensor) for run in o.runs] == wanted)
+    solved = own.solve(option, math.inf)
+    assert solved is not None
+    shardings = own.decode(solved, one_queue=True).candidate.shardings
+    assert [len(own.mesh.shape) for own in shardings.values()] == [1, 2]
+    assert all(len(layout) == len(s.mesh.shape) for s in shardings.values() for layout in s.batch.values())
