@@ -5,8 +5,8 @@
                                                                that comes with the batch, as num_items_in_batch)
     "token_mean"  Σ over valid tokens / valid tokens           of the whole batch (``passes.trace.loss.token_mean``)
 
-Undeclared, a mean over several tokens per sample means "token_mean", a cross-entropy that is summed means "sum", and
-everything else "mean". Whatever runs a step asks ``with_normalizers`` for the leaves and ``loss_weights`` for the weights.
+Undeclared, a mean over labels means "token_mean", a cross-entropy that is summed means "sum", and everything else "mean".
+Whatever runs a step asks ``with_normalizers`` for the leaves and ``loss_weights`` for the weights.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ def _summed_metrics(traced: Converted, reduction: LossReduction) -> tuple[str, .
 
 def _own(found: LossTerms) -> tuple[LossReduction, tuple[str, ...]]:
     """Return the reduction that the loss asks for by its own form."""
-    if found.token_level and not found.problems:
+    if found.terms and not found.problems:
         return "token_mean", ()
     if found.problems:
         # A mean over tokens that cannot be had exactly: the user must hear that it is approximated.

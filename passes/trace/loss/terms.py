@@ -8,7 +8,6 @@ A term that is divided by a count of the batch's own tokens (``cross_entropy`` w
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -64,8 +63,6 @@ class LossTerm:
 
     node: fx.Node
     counted: fx.Node
-    per_sample: float
-    """Targets per sample; infinite where that is not known."""
 
 
 @dataclass(frozen=True)
@@ -81,11 +78,6 @@ class LossTerms:
     sums: tuple[fx.Node, ...]
     others: tuple[fx.Node, ...]
     adds_constant: bool
-
-    @property
-    def token_level(self) -> bool:
-        """True if some term has more than one target per sample."""
-        return any(term.per_sample > 1 for term in self.terms)
 
 
 def loss_terms(traced: Converted, spec: BatchSpec) -> LossTerms | None:
@@ -193,8 +185,7 @@ class _Walk:
             self.problems.append(f"{where(node)} {problem}")
             self.others[node] = None
             return
-        per_sample = float(samples) if sympy.sympify(samples).is_number else math.inf
-        self.terms[node] = LossTerm(node, target, per_sample)
+        self.terms[node] = LossTerm(node, target)
 
     def _division(self, node: fx.Node) -> bool:
         """Tell whether ``node`` is a sum over the batch, divided by a number that the batch's contents give."""
@@ -211,7 +202,7 @@ class _Walk:
             )
         if found.terms or found.others or found.adds_constant or not found.sums:
             return False
-        self.terms[node] = LossTerm(node, below, math.inf)
+        self.terms[node] = LossTerm(node, below)
         return True
 
     def _linear_in(self, node: fx.Node) -> list[fx.Node]:

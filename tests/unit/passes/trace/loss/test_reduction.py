@@ -16,7 +16,6 @@ from passes.trace.trace import trace
 from tests.unit.passes.trace.loss.test_token_mean import (
     LOSSES,
     VOCABULARY,
-    WEIGHTS,
     Tagger,
     assert_like_whole_batch,
     batch,
@@ -32,7 +31,6 @@ from tests.unit.passes.trace.loss.test_token_mean import (
     [
         ("sum", lambda o, b: F.cross_entropy(*flat(o, b), reduction="sum")),
         ("mean", lambda o, b: F.cross_entropy(*flat(o, b), reduction="sum") / b["labels"].shape[0]),
-        ("mean", lambda o, b: F.cross_entropy(o[:, 0], b["tokens"][:, 0])),
         ("mean", lambda o, b: by_position(o, b).mean()),
         (
             "mean",
@@ -40,7 +38,7 @@ from tests.unit.passes.trace.loss.test_token_mean import (
         ),
         ("mean", lambda o, b: o.pow(2).mean()),
     ],
-    ids=["sum", "sum per sample", "one target per sample", "per position", "probabilities", "no labels"],
+    ids=["sum", "sum per sample", "per position", "probabilities", "no labels"],
 )
 def test_other_losses_keep_their_form_and_are_exact_as_well(
     reduction: str, loss_fn: Callable[..., Any]
@@ -101,14 +99,6 @@ def test_declared_where_nothing_is_counted_or_unknown() -> None:
         traced(lambda o, b: o.pow(2).mean(), loss_reduction="token_mean")
     with pytest.raises(UsageError, match="no loss reduction 'tokens'"):
         traced(plain, loss_reduction="tokens")
-
-
-def test_declared_for_one_target_per_sample() -> None:
-    def loss_fn(output: Tensor, batch: Mapping[str, Tensor]) -> Tensor:
-        return F.cross_entropy(output[:, 0], batch["labels"][:, 0], weight=WEIGHTS)
-
-    graph = traced(loss_fn, loss_reduction="token_mean")
-    assert_like_whole_batch(graph, loss_fn, batch(7, empty=(6,)), 3)
 
 
 def test_the_reduction_is_part_of_the_fingerprint() -> None:

@@ -82,6 +82,11 @@ LOSSES: dict[str, Callable[[Tensor, Mapping[str, Tensor]], Any]] = {
     "stacked": lambda o, b: torch.stack(
         [plain(o, b), F.cross_entropy(*flat(o, {"labels": b["tokens"]}))]
     ).mean(),
+    "one a sample": lambda o, b: F.cross_entropy(o[:, 0], b["labels"][:, 0], weight=WEIGHTS),
+    "two heads": lambda o, b: (
+        F.cross_entropy(o[:, 0], b["labels"][:, 0])
+        + 0.5 * F.cross_entropy(o[:, 1], b["tokens"][:, 1], ignore_index=2)
+    ),
     "masked sum": lambda o, b: (by_position(o, b) * b["mask"]).sum() / b["mask"].sum(),
     "masked sum, clamped": lambda o, b: by_position(o, b).sum() / (b["labels"] != IGNORED).sum().clamp(min=1),
     "summed by hand": lambda o, b: (
