@@ -61,7 +61,7 @@ def reference_step(
             mode = counted_means(reference, batch, leaves, graph, sizes)
     total = 0.0
     pieces = _pieces(batch, leaves, graph, sizes, model)
-    with DropoutOff(), Float64(), float64_by_default():
+    with DropoutOff(), Float64(graph.constants), float64_by_default():
         for index, (piece, weight) in enumerate(zip(pieces, weights, strict=True)):
             recorder = Recorder() if recorded else None
             if mode is not None:
@@ -162,7 +162,11 @@ def counted_means(
     model = reference.model.train()
     mode = WholeBatchMeans([size / sum(sizes) for size in sizes])
     with ExitStack() as stack:
-        for world in (DropoutOff(), torch.no_grad(), *((Float64(), float64_by_default()) if double else ())):
+        for world in (
+            DropoutOff(),
+            torch.no_grad(),
+            *((Float64(graph.constants), float64_by_default()) if double else ()),
+        ):
             stack.enter_context(world)
         for index, piece in enumerate(_pieces(batch, leaves, graph, sizes, model)):
             mode.start(index)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -197,7 +197,7 @@ class Course:
                 dim = dims.get(name)
                 own = leaf if dim is None else leaf.narrow(dim, start, size)
                 leaves[name] = (own.flip(dim) if turned and dim is not None else own).clone()
-            within = partial(_world, double, counted, number)
+            within = partial(_world, graph.constants if double else None, counted, number)
             pieces.append(Piece(rebuilt(workload.example_inputs, leaves, model), weight, within))
             start += size
         return pieces
@@ -210,12 +210,15 @@ def _without_gradient(step: PlainStep) -> set[str]:
 
 
 @contextmanager
-def _world(double: bool, counted: Any, number: int) -> Iterator[None]:
-    """Run without dropout, in float64 or not, and with the whole batch's counts for micro-batch ``number``."""
+def _world(constants: Mapping[str, Tensor] | None, counted: Any, number: int) -> Iterator[None]:
+    """Run without dropout, and with the whole batch's counts for micro-batch ``number``.
+
+    ``constants``: those of the graph, where code runs in float64; None for the model's own types.
+    """
     with ExitStack() as stack:
         stack.enter_context(DropoutOff())
-        if double:
-            stack.enter_context(Float64())
+        if constants is not None:
+            stack.enter_context(Float64(constants))
             stack.enter_context(float64_by_default())
         if counted is not None:
             counted.start(number)

@@ -1,15 +1,21 @@
 """A model in float64, in the graph and in eager code: verification compares at 1e-9, below what 32 bits can hold.
 
 Models cast inside (a norm in float32, a softmax with ``dtype=``). Both sides have every narrower floating type replaced
-by float64, so no cast rounds, and the graph keeps the very ops that were planned.
+by float64, so no cast rounds, and the graph keeps the very ops that were planned. Some things are said alike on both:
+
+    in the model's own types                      in float64
+    a number made a tensor in forward             as it was rounded in the graph, which keeps the tensor
+    a tensor of a closure or global, narrower     its values, wide
+    a grouped matrix product                      a product per group: torch's kernels know no float64
 """
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,6 +27,7 @@ from cost_models.precision import Precision
 from passes.evaluate.copied_module import convert_module
 from passes.graph.graph import OpGraph
 from passes.graph.nodes import copy_graph
+from runtime.ops.grouped import GROUPED, grouped_mm
 from runtime.ops.opaque import Opaque
 
 WIDE = {
@@ -57,31 +64,30 @@ def in_float64(graph: OpGraph) -> OpGraph:
         node.meta = {**node.meta, "val": _wide_value(node.meta.get("val"))}
         if node.op == "call_function":
             if isinstance(node.target, Opaque):
-                node.target = _wide_part(node.target)
+                node.target = _wide_part(node.target, graph.constants)
             node.args = map_aggregate(node.args, widened)
             node.kwargs = map_aggregate(node.kwargs, widened)
     module.recompile()
     leaves = {n: replace(spec, dtype=widened(spec.dtype)) for n, spec in graph.batch.leaves.items()}
-    constants = {name: wide(c) for name, c in graph.constants.items()}
     return replace(
         graph,
         module=module,
         precision=Precision(),
-        constants=constants,
+        constants={name: wide(c) for name, c in graph.constants.items()},
         batch=replace(graph.batch, leaves=leaves),
         parameters={n: replace(s, dtype=widened(s.dtype)) for n, s in graph.parameters.items()},
         buffers={n: replace(s, dtype=widened(s.dtype)) for n, s in graph.buffers.items()},
     )
 
 
-def _wide_part(opaque: Opaque) -> Opaque:
+def _wide_part(opaque: Opaque, constants: Mapping[str, Tensor]) -> Opaque:
     """Let the user's own code compute in float64, as the eager reference does."""
     target = opaque.code.target
     if isinstance(target, nn.Module):
         target = widen_module(copy.deepcopy(target))
     results = tuple(replace(result, dtype=widened(result.dtype)) for result in opaque.results)
     wide = replace(opaque, code=replace(opaque.code, target=target), results=results)
-    return wide.within(float64_by_default, "wide").within(Float64, "float64")
+    return wide.within(float64_by_default, "wide").within(partial(Float64, constants), "float64")
 
 
 def _wide_value(value: Any) -> Any:
@@ -91,9 +97,18 @@ def _wide_value(value: Any) -> Any:
 
 
 class Float64(TorchFunctionMode):
-    """Within it, eager code that asks for a narrower floating type gets float64."""
+    """Within it, eager code computes in float64, whatever narrower type it asks for or has a tensor of.
+
+    ``constants``: those of the graph that the code is compared with.
+    """
 
     _CASTS = frozenset({Tensor.float, Tensor.half, Tensor.bfloat16})
+    _MAKERS = frozenset({torch.tensor, torch.as_tensor, torch.asarray, Tensor.new_tensor})
+    """The functions whose result a graph keeps as a constant."""
+
+    def __init__(self, constants: Mapping[str, Tensor] | None = None) -> None:
+        super().__init__()
+        self._constants = tuple(map(wide, (constants or {}).values()))
 
     def __torch_function__(
         self,
@@ -104,13 +119,61 @@ class Float64(TorchFunctionMode):
     ) -> Any:
         if func in self._CASTS:
             return args[0].double()
-        options = {name: widened(value) for name, value in (kwargs or {}).items()}
-        return func(*(widened(argument) for argument in args), **options)
+        change = widened if _changes_tensors(func, kwargs) else _wide_argument
+        args = tuple(map(change, args))
+        options = {name: change(value) for name, value in (kwargs or {}).items()}
+        result = func(*args, **options)
+        return self._as_kept(result) if func in self._MAKERS else result
+
+    def _as_kept(self, made: Tensor) -> Tensor:
+        """Return ``made`` as a constant of the graph has it that was made of the same numbers in a narrower type."""
+        for constant in self._constants:
+            if made.shape == constant.shape and made.dtype == constant.dtype:
+                for narrow, own in WIDE.items():
+                    if own == made.dtype and torch.equal(made.detach().to(narrow).to(own), constant):
+                        return constant.to(made.device, copy=True).requires_grad_(made.requires_grad)
+        return made
 
 
-def float64_by_default() -> AbstractContextManager[None]:
-    """Make new tensors float64 unless code says otherwise."""
-    return default_dtype(torch.float64)
+def _changes_tensors(func: Callable[..., Any], kwargs: Mapping[str, Any] | None) -> bool:
+    """Tell whether ``func`` is about the very tensors that it is given, of which it must not get wide copies."""
+    name = getattr(func, "__name__", "")
+    in_place = name.endswith("_") and (not name.endswith("__") or name.startswith("__i"))
+    about = name in ("__get__", "__set__", "__delete__", "__setitem__", "backward") or name.startswith(
+        "register_"
+    )
+    return in_place or about or "out" in (kwargs or {})
+
+
+def _wide_argument(argument: Any) -> Any:
+    """Widen a type or a tensor, or those in a list or tuple."""
+    if isinstance(argument, Tensor):
+        return wide(argument)
+    if type(argument) in (list, tuple):
+        return type(argument)(map(_wide_argument, argument))
+    return widened(argument)
+
+
+@contextmanager
+def float64_by_default() -> Iterator[None]:
+    """Make new tensors float64 unless code says otherwise; ops of which torch has no kernel for that run all the same."""
+    with default_dtype(torch.float64), _GroupedProducts():
+        yield
+
+
+class _GroupedProducts(TorchFunctionMode):
+    """Within it, float64 is multiplied group by group."""
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Iterable[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        if func in GROUPED and args[0].dtype == torch.float64:
+            func = grouped_mm
+        return func(*args, **(kwargs or {}))
 
 
 @contextmanager

@@ -134,13 +134,13 @@ def _roots(subject: Subject) -> dict[str, object]:
 
 def _checked_in_float64(graph: OpGraph, subject: Subject) -> OpGraph:
     """Compare a model that does not run in its own types, such as one whose loss has weights of another type."""
-    with _float64(subject) as (widened, state):
+    with _float64(graph, subject) as (widened, state):
         found = _checked(in_float64(graph), widened, state)
     return replace(graph, notes=found.notes)
 
 
 @contextlib.contextmanager
-def _float64(subject: Subject) -> Iterator[tuple[Subject, PythonState]]:
+def _float64(graph: OpGraph, subject: Subject) -> Iterator[tuple[Subject, PythonState]]:
     """Widen model and batch, and what code makes, to float64; yields them with their state."""
     with unchanged(_roots(subject)):
         for parameter in subject.model.parameters():
@@ -148,7 +148,7 @@ def _float64(subject: Subject) -> Iterator[tuple[Subject, PythonState]]:
         widen_module(subject.model)
         batch = map_tensors(subject.batch, lambda _, leaf: wide(leaf))
         widened = replace(subject, batch=batch, leaves=flatten_batch(batch, forward_names(subject.model)))
-        with Float64(), float64_by_default(), unchanged(_roots(widened)) as state:
+        with Float64(graph.constants), float64_by_default(), unchanged(_roots(widened)) as state:
             yield widened, state
 
 
@@ -231,7 +231,7 @@ def _repeat_differs(graph: OpGraph, subject: Subject, state: PythonState, seen: 
     log.debug("fidelity: %s; comparing in float64", why or "16 bits hide what an attribute does")
     state.restore()
     try:
-        with _float64(subject) as (widened, widened_state):
+        with _float64(graph, subject) as (widened, widened_state):
             return _later_step_differs(graph, widened, widened_state, seen, _run(widened), tolerance(set()))
     except _CannotRunError as error:
         log.debug("fidelity: no step in float64: %s", error)
@@ -280,7 +280,7 @@ def _graph_differs(graph: OpGraph, subject: Subject, state: PythonState, first: 
     state.restore()
     log.debug("fidelity: %s; comparing in float64", found)
     try:
-        with _float64(subject) as (widened, _):
+        with _float64(graph, subject) as (widened, _):
             computed = graph_step(in_float64(plain), widened, wide)
             return difference(_run(widened), computed, tolerance(set()))
     except (_CannotRunError, RuntimeError, TypeError, NotImplementedError) as error:

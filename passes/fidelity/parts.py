@@ -115,7 +115,7 @@ def _loss(graph: OpGraph, subject: Subject, sizes: Sequence[int]) -> torch.Tenso
     """Add up the losses of parts as a plan does, in float64."""
     leaves = {name: wide(leaf) for name, leaf in step_batch(graph, subject.leaves, sizes).items()}
     total, start = torch.zeros((), dtype=torch.float64), 0
-    with Float64(), float64_by_default():
+    with Float64(graph.constants), float64_by_default():
         for size, weight in zip(sizes, loss_weights(graph.loss_reduction, sizes), strict=True):
             own = {
                 name: leaf
