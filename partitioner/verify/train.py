@@ -27,7 +27,7 @@ from typing import Any, cast
 from torch import nn
 
 from cost_models.cluster import ClusterSpec
-from cost_models.errors import InfeasibleError, PartitionerError, TimeLimitError, UsageError
+from cost_models.errors import InfeasibleError, ModelError, PartitionerError, TimeLimitError, UsageError
 from cost_models.units import counted, format_bytes
 from partitioner.deployment.facts import free_memory_bytes
 from partitioner.deployment.state import holders_of
@@ -37,6 +37,8 @@ from partitioner.planning.best import best_plan
 from partitioner.planning.options import PlanOptions
 from partitioner.record.data import PlanData
 from partitioner.record.rebuild import plan_code, ranks_in_order
+from partitioner.verify.plain_loop import PlainStep
+from partitioner.verify.samples import on_samples
 from partitioner.verify.train_compare import Expected, compare_run
 from partitioner.verify.train_course import (
     CLIPPED,
@@ -57,7 +59,6 @@ from partitioner.verify.train_rank import (
 )
 from partitioner.verify.train_report import TrainComparison, TrainReport
 from partitioner.verify.verify import (
-    blaming_the_model,
     refuse_without_weights,
     workload_to_verify,
 )
@@ -109,19 +110,21 @@ def verify_training(
             **dims,
         )
     multiple = plan_code(plan, graph, ranks_in_order(plan)).multiple
-    course = Course.of(plan, workload, graph, multiple, hooks=not left_out)
     notes = [*_notes(plan, graph), *left_out]
     other = _other_plan(plan, graph, None if pool is None else pool.world_size)
     if other is None:
         notes.append("no other plan of this model was found to resume under")
     world_size = max(plan.world_size, 0 if other is None else other.world_size)
     report_phase("verifying: a plain loop over the model")
-    with blaming_the_model(plan.model.name):
+
+    def tried(sizes: tuple[int, ...]) -> tuple[Course, list[PlainStep], list[PlainStep] | None]:
+        course = Course.of(plan, workload, graph, sizes, hooks=not left_out)
         plain = course.plain(double=True)
-        own = course.plain(double=False) if course.has_own_types else None
-        for step in plain:
-            if not math.isfinite(step.loss):
-                raise ArithmeticError(f"its loss is {step.loss}, and that agrees with nothing")
+        return course, plain, course.plain(double=False) if course.has_own_types else None
+
+    (course, plain, own), kept = on_samples(plan, workload, graph, multiple, tried)
+    notes += kept
+    _refuse_without_numbers(plan, plain)
     bound = CLIPPED * plain[0].norm or 1.0
     with ExitStack() as stack:
         directory = stack.enter_context(tempfile.TemporaryDirectory(prefix="partitioner-verify-"))
@@ -172,6 +175,17 @@ def verify_training(
         seconds=time.monotonic() - started,
         notes=tuple(notes),
     )
+
+
+def _refuse_without_numbers(plan: PlanData, plain: Sequence[PlainStep]) -> None:
+    """Raise ModelError where a plain loop's loss is no number."""
+    for number, step in enumerate(plain, 1):
+        if not math.isfinite(step.loss):
+            raise ModelError(
+                f"cannot verify {plan.model.name}: the unpartitioned model fails on its own",
+                [f"its loss is {step.loss} in step {number} of a plain loop, and that agrees with nothing"],
+                ["train it for some steps without a plan, on a small batch: it fails the same way"],
+            )
 
 
 def _runs(double: bool) -> tuple[Run, Run]:

@@ -24,11 +24,10 @@ from partitioner.verify.train_compare import Expected
 from partitioner.verify.train_hooks import with_hooks_of
 from partitioner.verify.train_report import TrainComparison
 from partitioner.verify.train_setup import SampleSet, annealing, sample_digests, two_groups
-from partitioner.verify.verify import double_copy, small_sizes
+from partitioner.verify.verify import double_copy
 from passes.evaluate.dropout import DropoutOff
 from passes.evaluate.float64 import Float64, float64_by_default
 from passes.graph.graph import OpGraph
-from passes.graph.least_samples import least_samples
 from passes.graph.token_counts import user_leaves
 from passes.trace.batch import flatten_batch, forward_arguments, forward_names
 from passes.trace.export import cast_floating, loss_and_metrics
@@ -60,8 +59,9 @@ class Course:
     hooks: bool
 
     @classmethod
-    def of(cls, plan: PlanData, workload: Workload, graph: OpGraph, multiple: int, *, hooks: bool) -> Course:
-        sizes = small_sizes(plan, multiple, 2 * least_samples(graph)[0])
+    def of(
+        cls, plan: PlanData, workload: Workload, graph: OpGraph, sizes: tuple[int, ...], *, hooks: bool
+    ) -> Course:
         dims = user_leaves(graph.batch, graph.token_counts).batch_dims
         batch = grow_batch(workload.example_inputs, dims, workload.model, BATCHES * sum(sizes))
         batch = to_double(ignore_unevenly(batch, workload.model, graph))

@@ -12,15 +12,15 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
 
-from cost_models.errors import ModelError, PartitionerError, UsageError, VerificationError
+from cost_models.errors import UsageError, VerificationError
 from cost_models.precision import Precision
 from cost_models.shown import ShownInNotebooks
 from cost_models.units import counted
@@ -37,10 +37,10 @@ from partitioner.verify.own_draws import DRAWN, WRONGLY_DRAWN, compare_draws, ow
 from partitioner.verify.rank import VerificationTask, run_rank_with_notes
 from partitioner.verify.ranks import compare_ranks, put_together, with_views
 from partitioner.verify.reference import reference_step, why_in_pieces
+from partitioner.verify.samples import on_samples
 from passes.evaluate.dropout import random_ops, without_dropout
 from passes.evaluate.float64 import in_float64, widen_module
 from passes.graph.graph import OpGraph
-from passes.graph.least_samples import least_samples
 from passes.lower.placed_graph import PlacedGraph
 from passes.progress import report_phase
 from passes.trace.batch import flatten_batch, forward_names
@@ -49,7 +49,6 @@ from passes.trace.watch import HOOKS_RUN
 from passes.trace.wrappers import unwrapped
 from runtime.ops.replay import Draws
 from runtime.ranks.launch import WorkerPool
-from runtime.segment.microbatch import microbatch_sizes
 
 LEARNING_RATE = 1e-3
 _PLURAL = {
@@ -154,23 +153,25 @@ def verify_plan(
     code = plan_code(plan, traced, ranks_in_order(plan), run=graph)
     reference = double_copy(workload)
     notes = _notes(plan, graph, dropped)
-    sizes = small_sizes(plan, code.multiple, 2 * least_samples(graph)[0])
-    batch = grow_batch(reference.example_inputs, graph.batch.batch_dims, reference.model, sum(sizes))
-    batch = ignore_unevenly(batch, reference.model, graph)
-    leaves = flatten_batch(batch, forward_names(reference.model))
-    state = model_state(reference.model, graph)
-    task = _task(plan, graph, code, sizes, leaves, state, timeout_seconds)
-    recorded = RecordedDraws(graph)
 
-    def step(batch: Any, leaves: Mapping[str, Tensor]) -> StepResult:
+    def step(batch: Any, sizes: tuple[int, ...], recorded: RecordedDraws | None = None) -> StepResult:
+        leaves = flatten_batch(batch, forward_names(reference.model))
         return reference_step(
             reference, batch, leaves, graph, sizes, plan.optimizer_memory, LEARNING_RATE, recorded
         )
 
+    def tried(sizes: tuple[int, ...]) -> tuple[tuple[int, ...], Any, Draws, StepResult]:
+        batch = grow_batch(reference.example_inputs, graph.batch.batch_dims, reference.model, sum(sizes))
+        batch, recorded = ignore_unevenly(batch, reference.model, graph), RecordedDraws(graph)
+        result = step(batch, sizes, recorded)
+        return sizes, batch, recorded.draws, result
+
     report_phase("verifying: the step of the whole model")
-    with blaming_the_model(plan.model.name):
-        expected = step(batch, leaves)
-    draws, recorded = recorded.draws, RecordedDraws(graph)
+    (sizes, batch, draws, expected), kept = on_samples(plan, workload, graph, code.multiple, tried)
+    notes += kept
+    leaves = flatten_batch(batch, forward_names(reference.model))
+    state = model_state(reference.model, graph)
+    task = _task(plan, graph, code, sizes, leaves, state, timeout_seconds)
     drawing = frozenset(random_ops(traced))
     own = [draw for part in task.codes.values() for draw in own_draws(part, drawing)]
     codes = {index: with_replayed(part, draws, cuts_of(plan)) for index, part in task.codes.items()}
@@ -187,7 +188,7 @@ def verify_plan(
         found, rounding = _without_rounding(
             found,
             expected,
-            lambda: step(*in_reverse(batch, leaves, graph, sizes, reference.model)),
+            lambda: step(in_reverse(batch, leaves, graph, sizes, reference.model)[0], sizes),
         )
         notes += rounding
         found += compare_draws(own, [notes for _, notes in told])
@@ -320,24 +321,6 @@ def model_state(model: nn.Module, graph: OpGraph) -> dict[str, Tensor]:
     return {**graph.constants, **state}
 
 
-@contextmanager
-def blaming_the_model(name: str) -> Iterator[None]:
-    """Blame the model for what it raises unpartitioned: it is not the plan's fault."""
-    try:
-        yield
-    except PartitionerError:
-        raise
-    except Exception as error:
-        lines = [line for line in str(error).splitlines() if line.strip()]
-        raise ModelError(
-            f"cannot verify {name}: the unpartitioned model fails on its own",
-            because=[f"{type(error).__name__}: {lines[0] if lines else 'no message'}"],
-            suggestions=[
-                "train it for one step without a plan, in float64, on a small batch: it fails the same way"
-            ],
-        ) from error
-
-
 def workload_to_verify(
     model: ModelOrTrace, example_inputs: Any, loss_fn: Callable[..., Any] | None
 ) -> Workload:
@@ -353,16 +336,3 @@ def workload_to_verify(
         )
     workload = workload_of(model, example_inputs, loss_fn)
     return replace(workload, model=unwrapped(workload.model)[0])
-
-
-def small_sizes(plan: PlanData, multiple: int, samples: int) -> tuple[int, ...]:
-    """Return the micro-batch sizes of a small batch that is cut like the plan's: ``samples`` each, uneven if the plan's is.
-
-    There are single samples only if the plan has them: some models refuse them. Batch norm turns two samples into 1 and
-    -1, and nothing before it has a gradient but rounding. ``multiple``: the multiple that ranks that share samples need.
-    """
-    units = plan.batch_size // multiple
-    uneven = units % plan.microbatches != 0
-    least = math.ceil(samples / multiple)
-    units = min(units, least * plan.microbatches + uneven)
-    return microbatch_sizes(units * multiple, plan.microbatches, multiple)

@@ -151,14 +151,17 @@ def test_weights_are_written_out() -> None:
 
 
 class AsksForFloat32(Tagger):
-    """The product of what it casts and what it does not: both are float32, or both are widened."""
+    """Code that does not run on what it gets for a float32 that was widened."""
 
     def __init__(self) -> None:
         super().__init__()
         self.float()
 
     def forward(self, tokens: Tensor) -> Tensor:
-        logits: Tensor = self.embed(tokens).float() @ self.head.weight.T
+        asked = self.embed(tokens).float()
+        if asked.dtype != torch.float32:
+            raise TypeError("another dtype")
+        logits: Tensor = asked @ self.head.weight.T
         return logits
 
 
@@ -169,5 +172,5 @@ def test_labels_are_counted_in_the_models_own_types_too() -> None:
     means = counted_means(reference, whole, whole, graph, (2, 2, 2), double=False)
     means.start(0)
     assert not means.counting
-    with pytest.raises(RuntimeError, match="dtype"):
+    with pytest.raises(TypeError, match="dtype"):
         counted_means(reference, whole, whole, graph, (2, 2, 2), double=True)

@@ -1,0 +1,162 @@
+"""The samples that a plan is verified on, and who is to blame if the unpartitioned model fails on them.
+
+    tried in turn      samples
+    a small batch      two or more a micro-batch, cut from the example or grown from it
+    the example's own  where an input refers to samples that the small batch has not: edges to nodes, labels to classes
+
+A model that fails on both is called as its users call it then: on its example, whole and in its own types. What fails
+there is the model's; what does not is our call, and it is said how that differs.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, TypeVar
+
+from torch import Tensor
+
+from cost_models.errors import ModelError, PartitionerError
+from cost_models.units import counted, listed
+from partitioner.models.workload import Workload
+from partitioner.record.data import PlanData
+from partitioner.verify.grow_batch import rebuilt
+from passes.evaluate.dropout import DropoutOff
+from passes.graph.graph import OpGraph
+from passes.graph.least_samples import least_samples
+from passes.trace.batch import flatten_batch, forward_arguments, forward_names
+from passes.trace.export import loss_and_metrics
+from runtime.segment.microbatch import microbatch_sizes
+
+T = TypeVar("T")
+
+
+def on_samples(
+    plan: PlanData, workload: Workload, graph: OpGraph, multiple: int, step: Callable[[tuple[int, ...]], T]
+) -> tuple[T, list[str]]:
+    """Return what ``step`` does on the first samples that the model runs on, and a note if these are not the first tried.
+
+    ``step``: is given the sizes of micro-batches. Raises ModelError where the model runs on none.
+    """
+    failures: list[tuple[tuple[int, ...], Exception]] = []
+    for sizes in sizes_to_try(plan, graph, multiple):
+        try:
+            done = step(sizes)
+        except PartitionerError:
+            raise
+        except Exception as error:  # noqa: BLE001 the user's code may raise anything
+            failures.append((sizes, error))
+            continue
+        return done, [
+            f"verified on the {sum(sizes)} samples of the example: on {sum(fewer)} of them, {_words(reason)}, so some "
+            "input refers to others"
+            for fewer, reason in failures
+        ]
+    sizes, last = failures[-1]
+    raise _fails(plan.model.name, workload, graph, sizes, last) from last
+
+
+def sizes_to_try(plan: PlanData, graph: OpGraph, multiple: int) -> list[tuple[int, ...]]:
+    """Return the micro-batch sizes of a small batch, and those of the example if it can be cut like the plan's batch."""
+    small, own = small_sizes(plan, multiple, 2 * least_samples(graph)[0]), graph.example_batch_size
+    if own == sum(small) or own % multiple or own // multiple < plan.microbatches:
+        return [small]
+    return [small, microbatch_sizes(own, plan.microbatches, multiple)]
+
+
+def small_sizes(plan: PlanData, multiple: int, samples: int) -> tuple[int, ...]:
+    """Return the micro-batch sizes of a small batch that is cut like the plan's: ``samples`` each, uneven if the plan's is.
+
+    There are single samples only if the plan has them: some models refuse them. Batch norm turns two samples into 1 and
+    -1, and nothing before it has a gradient but rounding. ``multiple``: the multiple that ranks that share samples need.
+    """
+    units = plan.batch_size // multiple
+    uneven = units % plan.microbatches != 0
+    least = math.ceil(samples / multiple)
+    units = min(units, least * plan.microbatches + uneven)
+    return microbatch_sizes(units * multiple, plan.microbatches, multiple)
+
+
+def _fails(
+    name: str, workload: Workload, graph: OpGraph, sizes: Sequence[int], error: Exception
+) -> ModelError:
+    """Say whether the model fails on its own, in float64, or on parts of its batch, and what to do."""
+    leaves = flatten_batch(workload.example_inputs, forward_names(workload.model))
+    if own := _failure(workload, leaves):
+        return ModelError(
+            f"cannot verify {name}: the unpartitioned model fails on its own",
+            [f"on example_inputs, in its own types: {own}"],
+            ["call it on example_inputs yourself: it fails the same way"],
+        )
+    dims = {n: d for n, leaf in leaves.items() if (d := graph.batch.batch_dims.get(n)) is not None}
+    cut = f"{listed(dims)} cut to {counted(min(sizes), 'sample')}"
+    if own := _failure_of_parts(workload, leaves, dims, sizes):
+        whole = [
+            n
+            for n in dims
+            if len(dims) > 1 and not _failure_of_parts(workload, leaves, _without(dims, n), sizes)
+        ]
+        return ModelError(
+            f"cannot verify {name}: it fails on a part of its batch, as micro-batches are",
+            [
+                f"our call, with {cut}: {own}",
+                "the model itself runs on example_inputs: some input refers to samples of others",
+                *(f"it runs with all of {n}" for n in whole),
+            ],
+            [
+                *(f"batch_dims={{{n!r}: None}} if {n} does not count samples" for n in whole),
+                "give what belongs together a dimension of samples of its own, or take microbatches=1 and batches of "
+                f"{graph.example_batch_size} samples",
+            ],
+        )
+    return ModelError(
+        f"cannot verify {name}: it fails in float64, in which plans are compared",
+        [
+            f"our call, with its tensors widened: {_words(error)}",
+            "the model itself runs on example_inputs, in its own types",
+        ],
+        [
+            "take types from tensors (x.dtype) where the code names one, and make tensors in forward",
+            "what a plan trains is not touched by this: it runs in the plan's types",
+        ],
+    )
+
+
+def _without(dims: Mapping[str, int], name: str) -> dict[str, int]:
+    return {n: dim for n, dim in dims.items() if n != name}
+
+
+def _failure_of_parts(
+    workload: Workload, leaves: Mapping[str, Tensor], dims: Mapping[str, int], sizes: Sequence[int]
+) -> str:
+    """Say how the model fails on the first part of the example that it fails on, cut along ``dims``; "" if on none."""
+    start, samples = 0, min(leaves[name].shape[dim] for name, dim in dims.items())
+    for size in sizes:
+        if start + size > samples:
+            break
+        part = {n: leaf.narrow(dims[n], start, size) if n in dims else leaf for n, leaf in leaves.items()}
+        if own := _failure(workload, part):
+            return own
+        start += size
+    return ""
+
+
+def _failure(workload: Workload, leaves: Mapping[str, Tensor]) -> str:
+    """Say how a forward of the model on ``leaves`` fails, in its own types and with its loss; "" if it does not."""
+    own = replace(workload.copied(), example_inputs=None)
+    batch: Any = rebuilt(workload.example_inputs, {n: leaf.clone() for n, leaf in leaves.items()}, own.model)
+    try:
+        with DropoutOff():
+            args, kwargs = forward_arguments(own.model.train(), batch, own.loss_fn is not None)
+            loss, _ = loss_and_metrics(own.model(*args, **kwargs), batch, own.loss_fn)
+            if loss is not None and loss.requires_grad:
+                loss.backward()  # type: ignore[no-untyped-call]
+    except Exception as error:  # noqa: BLE001 the user's code may raise anything
+        return _words(error)
+    return ""
+
+
+def _words(error: Exception) -> str:
+    lines = [line for line in str(error).splitlines() if line.strip()]
+    return f"{type(error).__name__}: {lines[0] if lines else 'no message'}"
