@@ -32,7 +32,7 @@ from partitioner.record.records import (
     ViewRecord,
 )
 from passes.compile import Compiled
-from passes.costs.costs import GraphCosts
+from passes.costs.unknown import unknown_costs
 from passes.graph.graph import OpGraph
 from passes.lower.candidate import Candidate
 from passes.lower.lower import value_spec
@@ -44,7 +44,6 @@ from passes.search.strategies import STRATEGIES
 from passes.search.words import RecomputeMode
 from passes.shard.couplings import couplings, said
 from passes.trace.precision import dominant_dtype, precision_notes
-from runtime.ops.opaque import Opaque
 from runtime.program.crossings import pieces_between
 from runtime.program.program import Backward, BackwardWeight, Forward, Program, SegmentGraph, Value
 from runtime.segment.microbatch import microbatch_sizes
@@ -100,7 +99,7 @@ def describe(kind: type[PlanT], graph: OpGraph, cluster: ClusterSpec, compiled: 
             *graph.notes,
             *precision_notes(graph, job.precision),
             *_notes(graph, recompute, sizes),
-            *_guesses(graph, compiled.costs),
+            *unknown_costs(graph, compiled.costs),
         ),
         outline=describe_outline(
             outcome.judge.graph, sizes[0], op_amounts(outcome.judge.costs, sizes[0], cluster.devices[0])
@@ -372,15 +371,6 @@ def distinct_runner_ups(runner_ups: Sequence[RunnerUp]) -> list[RunnerUp]:
         best.setdefault(entry.label.kind, entry)
     chosen = sorted(best.values(), key=lambda entry: not entry.named)[:MOST_RUNNER_UPS]
     return [entry for entry in best.values() if entry in chosen]
-
-
-def _guesses(graph: OpGraph, costs: GraphCosts) -> list[str]:
-    """Name the opaque parts that could not be run when they were costed."""
-    return [
-        f"the cost of {node.target.name} is a guess from its parameters and shapes: it could not be run alone"
-        for node in graph.ops
-        if isinstance(node.target, Opaque) and node.name in costs.estimated
-    ]
 
 
 def _notes(graph: OpGraph, recompute: str, sizes: Sequence[int]) -> tuple[str, ...]:

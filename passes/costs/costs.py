@@ -84,6 +84,8 @@ class GraphCosts:
     """The attention that the costs assume ("flash", or "flash+math" for a mixture); None without attention."""
     estimated: tuple[str, ...]
     """Ops that could not be run alone; their costs come from shapes."""
+    uncounted: tuple[tuple[str, ...], ...]
+    """Per op: its kernels whose arithmetic nobody counts, so that its time is that of its memory traffic."""
     rates: OpRates = field(repr=False)
     """The rates at which the ops' work is done."""
     _model: SizeModel = field(repr=False)
@@ -275,6 +277,7 @@ def _assemble(
         output_storages=storages.outputs,
         attention_backend="+".join(backends) or None,
         estimated=tuple(n.name for n, s in zip(graph.ops, structures, strict=True) if s.estimated),
+        uncounted=tuple(structure.uncounted for structure in structures),
         _model=model,
         _storages=storages,
         rates=OpRates(

@@ -1,13 +1,12 @@
 """Counts what a piece of code makes a device do: arithmetic, memory traffic, kernel launches.
 
-A dispatch mode sees each kernel after composite ops have fallen apart. FLOPs come from ``torch.utils.flop_counter``'s
-registry, except for the backward of convolutions; bytes are the operands read and the results written, except for kernels
-that touch only part of an operand.
+A dispatch mode sees each kernel after composite ops have fallen apart. FLOPs come from formulas
+(``passes.costs.arithmetic``); bytes are the operands read and the results written, except for kernels that touch only part
+of an operand.
 """
 
 from __future__ import annotations
 
-import math
 import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -15,9 +14,9 @@ from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.flop_counter import flop_registry
 
 from cost_models.compute import MOST_ALIGNED_SHARE, OpClass
+from passes.costs.arithmetic import arithmetic, is_uncounted
 
 aten = torch.ops.aten
 
@@ -60,26 +59,6 @@ Not in 16 bits, where cuDNN's kernels hold them meanwhile. Measured on an H100: 
 """
 
 _CONVOLUTIONS = frozenset({aten.convolution, aten._convolution, aten.convolution_backward})
-
-
-def _convolution_backward_flops(
-    gradient: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, *arguments: Any, out_val: Any
-) -> int:
-    """Count the FLOPs of the gradients of ``x`` and ``weight``, as far as they are asked for.
-
-    Each multiplies what forward multiplies: every sample's value at each of P points with every number of the weight
-    that it meets, 2 · samples · P · numel(weight). P are the points of the output, of a transposed convolution those
-    of the input. The weight is [out, in / groups, …], so ``groups`` is in its size. (The registry's formula counts the
-    weight's gradient ``groups`` times.)
-    """
-    *_, transposed, _padding, _groups, wanted = arguments
-    points = (x if transposed else gradient).shape[2:]
-    one = 2 * x.shape[0] * math.prod(points) * weight.numel()
-    return one * sum(map(bool, wanted[:2]))
-
-
-_OWN_FORMULAS: Mapping[Any, Any] = {aten.convolution_backward: _convolution_backward_flops}
-"""Those that stand before the registry's."""
 
 
 @dataclass(frozen=True)
@@ -131,8 +110,17 @@ class KernelCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torc
         self._alive = AliveStorages()
         self.op_class: OpClass = "memory"
         """The class of the arithmetic that was seen so far."""
-        self.share = 1.0
-        """Arithmetic that a GPU seems to do over that which is counted, where operands are not aligned."""
+        self.uncounted: dict[str, None] = {}
+        """Names of kernels that may do arithmetic and have no formula."""
+        self._flops_of_share: dict[float, int] = {}
+
+    @property
+    def share(self) -> float:
+        """Arithmetic that a GPU seems to do over that which is counted, where factors of products are not aligned."""
+        counted = sum(self._flops_of_share.values())
+        if len(self._flops_of_share) < 2 or not counted:
+            return max(self._flops_of_share, default=1.0)
+        return round(sum(share * flops for share, flops in self._flops_of_share.items()) / counted, 6)
 
     def take(self) -> KernelCounts:
         """Return the counts since the last call."""
@@ -152,13 +140,12 @@ class KernelCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torc
         if not func.is_view:
             for tensor in _tensors(result):
                 self._alive.add(tensor)
-        if func.namespace != "aten" or func.is_view or func._overloadpacket in _FREE:
-            return result
-        self._count(func._overloadpacket, args, kwargs, result)
+        if not func.is_view and func.namespace != "prim" and func._overloadpacket not in _FREE:
+            self._count(func, args, kwargs, result)
         return result
 
-    def _count(self, op: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> None:
-        written = sum(map(_bytes, _tensors(result)))
+    def _count(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> None:
+        op, written = func._overloadpacket, sum(map(_bytes, _tensors(result)))
         if op in _WRITE_ONLY:
             moved = written
         elif op in _GATHER:
@@ -172,15 +159,19 @@ class KernelCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torc
             moved += sum(map(_bytes, filter(_is_wide, _tensors(args[: _READ_TWICE.get(op, 0)]))))
         self._bytes += moved
         self._launches += 1
-        formula = _OWN_FORMULAS.get(op) or flop_registry.get(op)
-        if formula is not None:
-            self._flops += int(formula(*args, **kwargs, out_val=result))
-            if op in _CONVOLUTIONS:
-                self.op_class = "conv"
-            elif self.op_class == "memory":
-                self.op_class = "attention" if "attention" in op.__name__ else "matmul"
-                if self.op_class == "matmul":
-                    self.share = max(self.share, *map(_misaligned, _tensors((*args, result))))
+        work = arithmetic(func, args, kwargs, result)
+        if work is None:
+            if is_uncounted(func):
+                self.uncounted[func._schema.name] = None
+            return
+        self._flops += work.flops
+        if op in _CONVOLUTIONS:
+            self.op_class = "conv"
+        elif self.op_class == "memory":
+            self.op_class = "attention" if "attention" in op.__name__ else "matmul"
+        if self.op_class == "matmul":
+            share = max(map(_misaligned, work.factors), default=1.0)
+            self._flops_of_share[share] = self._flops_of_share.get(share, 0) + work.flops
 
 
 def _misaligned(tensor: torch.Tensor) -> float:

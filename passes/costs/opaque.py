@@ -60,7 +60,7 @@ def measure(opaque: Opaque, tensors: Sequence[Tensor]) -> Measured:
         backward.bytes,
         backward.launches,
     )
-    return Measured((), (*counts, own_bytes), places, counter.op_class)
+    return Measured((), (*counts, own_bytes), places, counter.op_class, tuple(counter.uncounted))
 
 
 def measured_work(

@@ -20,7 +20,6 @@ import sympy
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode, disable_fake_tensor_cache
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils.flop_counter import flop_registry
 
 from cost_models.attention import (
     AttentionCall,
@@ -31,6 +30,7 @@ from cost_models.attention import (
     transferred_bytes,
 )
 from cost_models.compute import OpClass, OpWork
+from passes.costs.arithmetic import attention_backward_flops, attention_flops, is_uncounted
 from passes.costs.attention_calls import attention_call
 from passes.costs.kernels import KernelCounter, KernelCounts
 from passes.costs.opaque import guessed_flops, measured_work
@@ -42,10 +42,6 @@ from runtime.segment.code import TensorSpec
 
 logger = logging.getLogger("partitioner")
 aten = torch.ops.aten
-
-# All fused backends do the same arithmetic. Causal calls count in full, as is the custom.
-_FORWARD_FLOPS = flop_registry[aten._scaled_dot_product_flash_attention]
-_BACKWARD_FLOPS = flop_registry[aten._scaled_dot_product_flash_attention_backward]
 
 _OPAQUE = frozenset({aten.lstm.input, aten.lstm.data})
 
@@ -72,6 +68,8 @@ class OpStructure:
     estimated: bool = False
     """The op could not be run alone (bytes come from shapes, and its inputs and outputs count as saved), or the device
     runs it as one kernel whose workspace is its own secret."""
+    uncounted: tuple[str, ...] = ()
+    """Kernels of the op that may do arithmetic which nobody counts (``passes.costs.arithmetic``)."""
 
 
 @dataclass(frozen=True)
@@ -145,6 +143,7 @@ def _profile_opaque(
         saved=tuple(places) if signature.differentiated else (),
         own_storages=1,
         estimated=False,
+        uncounted=opaque.measured[0].uncounted,
     )
     return replace(guess, structure=structure, work=work, storage_bytes=(*guess.storage_bytes, own_bytes))
 
@@ -235,7 +234,11 @@ class _Run:
         if len(weights) == len(trained):
             return total, total
         torch.autograd.grad(roots, weights, gradients, retain_graph=True, allow_unused=True)
-        return total, self._counter.take()
+        weight = self._counter.take()
+        together = 0 < weight.flops == total.flops and weight.launches == total.launches
+        if together:  # the kernels that make gradients of weights make the others as well
+            weight = replace(weight, flops=weight.flops // 2, bytes=weight.bytes // 2)
+        return total, weight
 
     def _storages(
         self,
@@ -274,6 +277,7 @@ class _Run:
             backend,
             self._counter.share if self._device_kind == "cuda" else 1.0,
             opaque,
+            tuple(self._counter.uncounted),
         )
         return structure, (*fresh, *own.values())
 
@@ -284,15 +288,10 @@ def _profile_attention(signature: Signature, call: AttentionCall, backend: str) 
     forward_bytes, backward_bytes = transferred_bytes(call)
     backward = signature.differentiated
     gradients = backward and any(operand.role != "none" for operand in signature.operands)
-    repeated = (
-        call.query[0],
-        call.query[1],
-        *call.key[2:],
-    )  # grouped heads are multiplied as often as query heads
-    values = (call.query[0], call.query[1], *call.value[2:])
+    shapes = call.query, call.key, call.value  # all fused backends do the same arithmetic
     work = OpWork(
-        forward_flops=_FORWARD_FLOPS(call.query, repeated, values),
-        backward_input_flops=_BACKWARD_FLOPS(out, call.query, repeated, values) if gradients else 0,
+        forward_flops=attention_flops(*shapes),
+        backward_input_flops=attention_backward_flops(*shapes) if gradients else 0,
         forward_bytes=forward_bytes,
         backward_input_bytes=backward_bytes if gradients else 0,
         forward_launches=1,
@@ -333,7 +332,10 @@ def _estimate(signature: Signature, symbols: Mapping[sympy.Symbol, int]) -> OpPr
         backward_weight_launches=1 if roles - {"none"} == {"weight"} else 0,
     )
     alias: tuple[int | None, ...] = (None,) * len(outputs)
-    structure = OpStructure("memory", alias, tuple(range(len(outputs))), tuple(places), estimated=True)
+    unknown = (signature.target._schema.name,) if is_uncounted(signature.target) else ()
+    structure = OpStructure(
+        "memory", alias, tuple(range(len(outputs))), tuple(places), estimated=True, uncounted=unknown
+    )
     read = [
         size
         for size, o in zip(

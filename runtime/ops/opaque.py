@@ -108,6 +108,8 @@ class Measured:
     saved: tuple[int, ...]
     """The arguments that are kept for backward."""
     op_class: OpClass
+    uncounted: tuple[str, ...] = ()
+    """Its kernels that may do arithmetic which nobody counts."""
 
 
 @dataclass(frozen=True, eq=False)
