@@ -7,14 +7,12 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils.flop_counter import flop_registry
 
 from cost_models.attention import AttentionCall, transferred_bytes
 from cost_models.calibration_fit import CaseWork
 from cost_models.op_cases import OpCase
+from passes.costs.arithmetic import attention_backward_flops, attention_flops
 from passes.costs.kernels import KernelCounter
-
-aten = torch.ops.aten
 
 
 def count_case(case: OpCase) -> CaseWork:
@@ -59,8 +57,7 @@ def _attention(operands: Sequence[Tensor]) -> CaseWork:
         dropout=0.0,
     )
     forward_bytes, backward_bytes = transferred_bytes(call)
-    forward = flop_registry[aten._scaled_dot_product_flash_attention](q, k, v)
-    backward = flop_registry[aten._scaled_dot_product_flash_attention_backward]((*q[:-1], v[-1]), q, k, v)
+    forward, backward = attention_flops(q, k, v), attention_backward_flops(q, k, v)
     return CaseWork((forward, forward_bytes), (backward, backward_bytes), (0, 0))
 
 
