@@ -117,7 +117,7 @@ def _trilinear(a: Tensor, b: Tensor, c: Tensor, *rest: Any, **_: Any) -> int:
     for shape, missing in zip(shapes, rest, strict=False):
         for dim in missing:
             shape.insert(dim, 1)
-    return 2 * math.prod(map(max, zip(*shapes, strict=True)))
+    return 2 * math.prod(int(max(sizes)) for sizes in zip(*shapes, strict=True))
 
 
 def _distances(x: Tensor, y: Tensor, *_: Any, **__: Any) -> int:

@@ -109,7 +109,7 @@ def _peak_bytes(graph: OpGraph, costs: GraphCosts, state: StateBytes, samples: i
 
 def _kind(device: Device) -> tuple[object, ...]:
     """Equal for devices that do the same work in the same time and memory."""
-    return replace(device, rank=0, node=0, node_name="", host=None), device.memory_bytes
+    return device.speed_alone, device.memory_bytes
 
 
 def _state(graph: OpGraph, job: Job, samples: int) -> StateBytes:

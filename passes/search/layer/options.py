@@ -123,23 +123,10 @@ class DeviceTable:
 
 
 def device_table(cluster: ClusterSpec) -> DeviceTable:
-    """Group devices whose every op takes equally long."""
-    rows: dict[tuple[object, ...], int] = {}
-    first: list[Device] = []
-    row_of = []
-    for d in cluster.devices:
-        speed = (
-            d.kind,
-            d.memory_bandwidth_bytes_per_second,
-            d.launch_overhead_seconds,
-            tuple(sorted(d.efficiency.items())),
-            tuple(sorted(d.flops_per_second.items())),
-        )
-        if speed not in rows:
-            rows[speed] = len(first)
-            first.append(d)
-        row_of.append(rows[speed])
-    return DeviceTable(tuple(first), tuple(row_of))
+    """Group devices that compute alike, by all that their ops' seconds depend on."""
+    rows: dict[Device, int] = {}
+    row_of = tuple(rows.setdefault(device.speed_alone, len(rows)) for device in cluster.devices)
+    return DeviceTable(tuple(rows), row_of)
 
 
 def device_plan(

@@ -10,12 +10,19 @@ from typing import Any
 import pytest
 
 from cost_models.errors import InfeasibleError, UsageError
+from cost_models.op_profile import CostLine, OpTimes
 from passes.lower.candidate import Candidate
 from passes.lower.job import Job
 from passes.search.certificate import Certificate
 from passes.search.infeasible import overflow_bytes
 from passes.search.judge import Simulated
-from passes.search.layer.options import ScheduleOption, fullest_moments, in_flight, microbatch_counts
+from passes.search.layer.options import (
+    ScheduleOption,
+    device_table,
+    fullest_moments,
+    in_flight,
+    microbatch_counts,
+)
 from passes.search.layer.request import LayerRequest, prepare
 from passes.search.outcome import Outcome
 from passes.search.place import place_stages
@@ -48,6 +55,25 @@ def _linears(result: Outcome) -> list[int]:
     for name, stage in candidate.stage_of.items():
         counts[stage] += name.startswith("linear")
     return counts
+
+
+@pytest.mark.parametrize(
+    "unlike",
+    [
+        {"kernel_overhead_seconds": 1e-3},
+        {"launch_overhead_seconds": 1e-3},
+        {"op_times": OpTimes(((("linear", "forward"), CostLine(1e-5, 2e-11, 1e-10)),))},
+        {"memory_bandwidth_bytes_per_second": 1.0},
+    ],
+    ids=lambda fields: next(iter(fields)),
+)
+def test_unlike_devices_share_no_row(unlike: dict[str, Any]) -> None:
+    """Place and memory make no device faster; all else that seconds depend on does."""
+    cluster = toy_cluster((1.0, 1.0, 1.0), (BIG, BIG, 2 * BIG))
+    first, second, third = cluster.devices
+    devices = (first, replace(second, **unlike), replace(third, node=1, node_name="b"))
+    table = device_table(replace(cluster, devices=devices))
+    assert table.row_of == (0, 1, 0)
 
 
 def test_equal_devices_get_equal_stages() -> None:
