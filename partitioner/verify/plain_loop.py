@@ -106,7 +106,9 @@ def plain_loop(
             owner.grad_dtype = None
             owner.grad = None if gradient is None else gradient / (loss_scale or 1.0)
             _run_hooks(hooks[name], leaves[name], owner)
-        norms = {n: float(p.grad.to_dense().norm()) for n, p in owners.items() if p.grad is not None}
+            if owner.grad is not None and owner.grad.is_sparse:  # neither clipping nor Adam takes these
+                owner.grad = owner.grad.to_dense()
+        norms = {n: float(p.grad.norm()) for n, p in owners.items() if p.grad is not None}
         norm = math.inf if overflowed else math.sqrt(sum(n**2 for n in norms.values()))
         bound = max_norm(norm) if bound is None else bound
         if not overflowed:

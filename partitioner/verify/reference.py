@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -26,9 +27,9 @@ from partitioner.engine.optimizers import make_optimizer
 from partitioner.models.workload import Workload
 from partitioner.verify.compare import StepResult
 from partitioner.verify.draws import RecordedDraws, Recorder
-from partitioner.verify.grow_batch import rebuilt
+from partitioner.verify.grow_batch import rebuilt, to_double
 from passes.evaluate.dropout import DropoutOff, random_ops
-from passes.evaluate.float64 import Float64, float64_by_default
+from passes.evaluate.float64 import Float64, float64_by_default, widen_module
 from passes.graph.graph import OpGraph
 from passes.shard.couplings import Coupling, couplings
 from passes.trace.batch import forward_arguments
@@ -83,6 +84,16 @@ def reference_step(
         {name: p.detach() for name, p in model.named_parameters()},
         # A parameter that is registered as a buffer too is compared as the parameter.
         {name: b.detach() for name, b in model.named_buffers() if not isinstance(b, nn.Parameter)},
+    )
+
+
+def double_copy(workload: Workload) -> Workload:
+    """Return the workload in float64 on the CPU, its model copied: the user's is never touched."""
+    copied = workload.copied()
+    return replace(
+        copied,
+        model=widen_module(copied.model, "cpu"),
+        example_inputs=to_double(workload.example_inputs),
     )
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from contextlib import ExitStack
 from typing import Any, TypeVar
 
 from torch import Tensor
@@ -21,8 +21,10 @@ from cost_models.errors import ModelError, PartitionerError
 from cost_models.units import counted, listed
 from partitioner.models.workload import Workload
 from partitioner.record.data import PlanData
-from partitioner.verify.grow_batch import rebuilt
+from partitioner.verify.grow_batch import rebuilt, to_double
+from partitioner.verify.reference import double_copy
 from passes.evaluate.dropout import DropoutOff
+from passes.evaluate.float64 import Float64, float64_by_default
 from passes.graph.graph import OpGraph
 from passes.graph.least_samples import least_samples
 from passes.trace.batch import flatten_batch, forward_arguments, forward_names
@@ -81,7 +83,7 @@ def small_sizes(plan: PlanData, multiple: int, samples: int) -> tuple[int, ...]:
 def _fails(
     name: str, workload: Workload, graph: OpGraph, sizes: Sequence[int], error: Exception
 ) -> ModelError:
-    """Say whether the model fails on its own, in float64, or on parts of its batch, and what to do."""
+    """Say whether the model fails on its own, on parts of its batch, in float64, or only as we train it, and what to do."""
     leaves = flatten_batch(workload.example_inputs, forward_names(workload.model))
     if own := _failure(workload, leaves):
         return ModelError(
@@ -110,16 +112,25 @@ def _fails(
                 f"{graph.example_batch_size} samples",
             ],
         )
+    if own := _failure(double_copy(workload), leaves, graph.constants):
+        return ModelError(
+            f"cannot verify {name}: it fails in float64, in which plans are compared",
+            [
+                f"our call, with its tensors widened: {own}",
+                "the model itself runs on example_inputs, in its own types",
+            ],
+            [
+                "take types from tensors (x.dtype) where the code names one, and make tensors in forward",
+                "what a plan trains is not touched by this: it runs in the plan's types",
+            ],
+        )
     return ModelError(
-        f"cannot verify {name}: it fails in float64, in which plans are compared",
+        f"cannot verify {name}: our own loop over it fails",
         [
-            f"our call, with its tensors widened: {_words(error)}",
-            "the model itself runs on example_inputs, in its own types",
+            _words(error),
+            "the model itself runs on example_inputs and on parts of them, in its own types and in float64",
         ],
-        [
-            "take types from tensors (x.dtype) where the code names one, and make tensors in forward",
-            "what a plan trains is not touched by this: it runs in the plan's types",
-        ],
+        ["please report it with the model; what a plan trains is not touched by this"],
     )
 
 
@@ -142,12 +153,18 @@ def _failure_of_parts(
     return ""
 
 
-def _failure(workload: Workload, leaves: Mapping[str, Tensor]) -> str:
-    """Say how a forward of the model on ``leaves`` fails, in its own types and with its loss; "" if it does not."""
-    own = replace(workload.copied(), example_inputs=None)
-    batch: Any = rebuilt(workload.example_inputs, {n: leaf.clone() for n, leaf in leaves.items()}, own.model)
+def _failure(
+    workload: Workload, leaves: Mapping[str, Tensor], constants: Mapping[str, Tensor] | None = None
+) -> str:
+    """Say how a step of the model on ``leaves`` fails; "" if it does not. ``constants``: the graph's, for float64."""
+    own = workload.copied()
+    copies = {name: leaf.clone() for name, leaf in leaves.items()}
+    worlds = () if constants is None else (Float64(constants), float64_by_default())
+    batch: Any = rebuilt(own.example_inputs, copies if constants is None else to_double(copies), own.model)
     try:
-        with DropoutOff():
+        with ExitStack() as stack:
+            for world in (DropoutOff(), *worlds):
+                stack.enter_context(world)
             args, kwargs = forward_arguments(own.model.train(), batch, own.loss_fn is not None)
             loss, _ = loss_and_metrics(own.model(*args, **kwargs), batch, own.loss_fn)
             if loss is not None and loss.requires_grad:

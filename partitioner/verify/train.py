@@ -37,6 +37,7 @@ from partitioner.planning.best import best_plan
 from partitioner.planning.options import PlanOptions
 from partitioner.record.data import PlanData
 from partitioner.record.rebuild import plan_code, ranks_in_order
+from partitioner.verify.notes import notes_on
 from partitioner.verify.plain_loop import PlainStep
 from partitioner.verify.samples import on_samples
 from partitioner.verify.train_compare import Expected, compare_run
@@ -265,10 +266,8 @@ def _placed(plan: PlanData) -> str:
 
 
 def _notes(plan: PlanData, graph: OpGraph) -> list[str]:
-    notes = list(graph.notes)
     plain, dropped = without_dropout(graph)
-    if dropped:
-        notes.append(f"dropout switched off in {dropped} ops: two random draws cannot be compared")
+    notes = list(notes_on(plan, graph, dropped))
     drawing = random_ops(plain)
     if drawing:
         notes.append(

@@ -19,12 +19,11 @@ from partitioner.record.data import PlanData
 from partitioner.verify.compare import ORDERS, ROUNDING
 from partitioner.verify.grow_batch import grow_batch, ignore_unevenly, rebuilt, to_double
 from partitioner.verify.plain_loop import Piece, PlainStep, PlainTypes, plain_loop
-from partitioner.verify.reference import counted_means, weights_by_definition, why_in_pieces
+from partitioner.verify.reference import counted_means, double_copy, weights_by_definition, why_in_pieces
 from partitioner.verify.train_compare import Expected
 from partitioner.verify.train_hooks import with_hooks_of
 from partitioner.verify.train_report import TrainComparison
 from partitioner.verify.train_setup import SampleSet, annealing, sample_digests, two_groups
-from partitioner.verify.verify import double_copy
 from passes.evaluate.dropout import DropoutOff
 from passes.evaluate.float64 import Float64, float64_by_default
 from passes.graph.graph import OpGraph

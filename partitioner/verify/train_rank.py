@@ -31,9 +31,9 @@ from partitioner.models.as_graph import as_graph
 from partitioner.models.workload import Workload
 from partitioner.record.data import PlanData
 from partitioner.verify.grow_batch import rebuilt
+from partitioner.verify.reference import double_copy
 from partitioner.verify.train_hooks import Hooked, with_hooks_of
 from partitioner.verify.train_setup import SampleSet, annealing, sample_digests, two_groups
-from partitioner.verify.verify import double_copy
 from passes.evaluate.dropout import without_dropout
 from passes.evaluate.float64 import float64_by_default, in_float64
 from passes.graph.graph import OpGraph
@@ -284,7 +284,10 @@ def _made_other(workload: Workload, run: Run) -> Workload:
     if run.load:
         with torch.no_grad():
             for parameter in workload.model.parameters():
-                parameter.mul_(OTHER_WEIGHTS)
+                if parameter.is_floating_point() or parameter.is_complex():
+                    parameter.mul_(OTHER_WEIGHTS)
+                else:  # codes of quantized weights
+                    parameter.bitwise_not_()
     return workload
 
 

@@ -5,12 +5,13 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from partitioner.batches.batch_check import digest
-from partitioner.engine.optimizers import MAKE
+from partitioner.engine.optimizers import made
 
 SMALLER_RATE = 0.5
 """The factor of the learning rate of vectors: two groups, so that a tensor in the wrong one is seen."""
@@ -64,8 +65,8 @@ def two_groups(
     """Make the optimizer called ``kind`` with two groups: matrices, and vectors at a smaller rate."""
     wide = [parameter for _, parameter in named if parameter.dim() > 1]
     flat = [parameter for _, parameter in named if parameter.dim() <= 1]
-    groups = [{"params": wide}, {"params": flat, "lr": SMALLER_RATE * learning_rate}]
-    return MAKE[kind](groups, lr=learning_rate)
+    groups: list[dict[str, Any]] = [{"params": wide}, {"params": flat, "lr": SMALLER_RATE * learning_rate}]
+    return made(kind, groups, learning_rate)
 
 
 def annealing(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:

@@ -32,14 +32,15 @@ from partitioner.report.text import hanging
 from partitioner.verify.compare import Comparison, StepResult, in_reverse, rounding_only
 from partitioner.verify.draws import RecordedDraws, cuts_of, unmatched, with_replayed
 from partitioner.verify.first_difference import first_difference
-from partitioner.verify.grow_batch import grow_batch, ignore_unevenly, to_double
+from partitioner.verify.grow_batch import grow_batch, ignore_unevenly
+from partitioner.verify.notes import notes_on
 from partitioner.verify.own_draws import DRAWN, WRONGLY_DRAWN, compare_draws, own_draws, with_own_draws
 from partitioner.verify.rank import VerificationTask, run_rank_with_notes
 from partitioner.verify.ranks import compare_ranks, put_together, with_views
-from partitioner.verify.reference import reference_step, why_in_pieces
+from partitioner.verify.reference import double_copy, reference_step, why_in_pieces
 from partitioner.verify.samples import on_samples
 from passes.evaluate.dropout import random_ops, without_dropout
-from passes.evaluate.float64 import in_float64, widen_module
+from passes.evaluate.float64 import in_float64
 from passes.graph.graph import OpGraph
 from passes.lower.placed_graph import PlacedGraph
 from passes.progress import report_phase
@@ -251,15 +252,13 @@ def _mesh_of_all(plan: PlanData) -> tuple[int, ...]:
 
 def _notes(plan: PlanData, graph: OpGraph, dropped: int) -> list[str]:
     """Note what is compared otherwise than it will be trained. ``dropped``: ops whose dropout was switched off."""
-    notes = list(graph.notes)
+    notes = list(notes_on(plan, graph, dropped))
     if plan.precision != Precision():
         notes.append(f"verified in float64 throughout; the plan trains with {plan.precision}")
     if any(note.startswith(HOOKS_RUN) for note in notes):
         notes.append(
             "hooks on parameters' gradients are left out on both sides: gradients are compared before they run"
         )
-    if dropped:
-        notes.append(f"dropout switched off in {dropped} ops: two random draws cannot be compared")
     cut = graph.loss_reduction != "mean" and plan.microbatches > 1
     if cut and (why := why_in_pieces(graph)):
         notes.append(f"compared micro-batch by micro-batch, not with the whole batch: {why}")
@@ -302,16 +301,6 @@ def refuse_without_weights(model: nn.Module) -> None:
             because=[f"{len(meta)} tensors are on the meta device, such as {meta[0]}"],
             suggestions=["verify a small variant with real weights (for bundled models: --set size=tiny)"],
         )
-
-
-def double_copy(workload: Workload) -> Workload:
-    """Return the workload in float64 on the CPU, its model copied: the user's is never touched."""
-    copied = workload.copied()
-    return replace(
-        copied,
-        model=widen_module(copied.model, "cpu"),
-        example_inputs=to_double(workload.example_inputs),
-    )
 
 
 def model_state(model: nn.Module, graph: OpGraph) -> dict[str, Tensor]:

@@ -43,7 +43,13 @@ def _tensor_copies(model: nn.Module) -> dict[int, Any]:
     memo: dict[int, Any] = {}
     for tensor in tensors:
         if isinstance(tensor, nn.Parameter) and id(tensor) in together:
-            memo[id(tensor)] = type(tensor)(together[id(tensor)], tensor.requires_grad)
+            memo[id(tensor)] = _same_kind(tensor, together[id(tensor)])
+        elif (
+            isinstance(tensor, nn.Parameter)
+            and type(tensor).__deepcopy__ is nn.Parameter.__deepcopy__
+            and vars(tensor)
+        ):
+            memo[id(tensor)] = _same_kind(tensor, tensor.detach().clone())
     for tensor in tensors:
         if id(tensor) in memo:
             continue
@@ -56,6 +62,13 @@ def _tensor_copies(model: nn.Module) -> dict[int, Any]:
         elif not tensor.is_leaf:
             memo[id(tensor)] = tensor.detach().clone()
     return memo
+
+
+def _same_kind(parameter: nn.Parameter, data: Tensor) -> nn.Parameter:
+    """Make a parameter of ``data``, of the class of another and with its attributes; torch's own copy drops these."""
+    made: nn.Parameter = torch.Tensor._make_subclass(type(parameter), data, parameter.requires_grad)
+    vars(made).update(copy.deepcopy(vars(parameter)))
+    return made
 
 
 def convert_module(model: nn.Module, convert: Convert) -> nn.Module:

@@ -64,3 +64,28 @@ def test_views_follow_their_owners_in_the_copy(
     assert copy.a.weight.grad is not None
     assert copy.a.weight.grad[3].sum() == 4.0
     assert all(torch.equal(model.state_dict()[name], value) for name, value in before.items())
+
+
+class Coded(nn.Parameter):
+    """A parameter that is made in a way of its own, and carries a number."""
+
+    group: int
+
+    def __new__(cls, data: Tensor, group: int) -> Coded:
+        self: Coded = torch.Tensor._make_subclass(cls, data, False)
+        self.group = group
+        return self
+
+
+def test_parameters_keep_their_class_and_attributes() -> None:
+    model = nn.Linear(4, 4)
+    model.codes = Coded(torch.arange(4, dtype=torch.uint8), 2)
+    model.bias.decays = False  # type: ignore[attr-defined]
+    copy = copied_module(model)
+    assert isinstance(copy.codes, Coded)
+    assert copy.codes.group == 2
+    assert not copy.codes.requires_grad
+    assert copy.bias.requires_grad
+    assert not copy.bias.decays
+    copy.codes.add_(1)
+    assert model.codes.tolist() == [0, 1, 2, 3]
