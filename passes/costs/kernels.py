@@ -38,6 +38,8 @@ _GATHER = frozenset(
     {aten.embedding, aten.index_select, aten.gather, aten.index, aten.take, aten.nll_loss_forward}
 )
 """Read of their first operand as much as they write (a row per index), not all of it."""
+_BAGS = frozenset({aten._embedding_bag, aten._embedding_bag_forward_only})
+"""Read a row of their first operand per index, and write one per bag."""
 
 _SCATTER = frozenset({aten.index_put_, aten.index_add_, aten.scatter_, aten.scatter_add_, aten.copy_})
 """Write of their first operand as much as the values they are given."""
@@ -150,6 +152,10 @@ class KernelCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torc
             moved = written
         elif op in _GATHER:
             moved = 2 * written + sum(map(_bytes, _tensors(args[1:])))
+        elif op in _BAGS:
+            table, indices = args[:2]
+            moved = written + indices.numel() * table.shape[1] * table.element_size()
+            moved += sum(map(_bytes, _tensors((*args[1:], *kwargs.values()))))
         elif op in _SCATTER:
             moved = 2 * sum(map(_bytes, _tensors(args[1:])))
         elif op is aten.nll_loss_backward:

@@ -189,7 +189,8 @@ class _Walk:
             dim = int(argument(node, "dim", 0)) % given[0].meta["val"].dim()
             if dim == first.dim and first.joined:
                 return (Samples(dim),) * len(results)
-        if name == "embedding" and isinstance(first, Same) and not argument(node, "scale_grad_by_freq"):
+        by_row = name == "embedding" or (name == "embedding_bag" and argument(node, "offsets") is None)
+        if by_row and isinstance(first, Same) and not argument(node, "scale_grad_by_freq"):
             return (states[1],)  # sparse gradients keep devices from sharing it, not micro-batches
         if name in _VIEWS and isinstance(first, Samples):
             return _viewed(node, given[0], first, self._graph.batch.batch_symbol)

@@ -31,6 +31,7 @@ from passes.split.push import computed_from_state, mere_forms
 from passes.split.rules import CONVOLUTIONS, Way, reads_any_part, ways_to_read
 from passes.split.shapes import PARTING, read_by_result
 from passes.split.values import ranges_of
+from runtime.ops.bags import EMBEDDING_BAG
 
 aten = torch.ops.aten
 
@@ -238,7 +239,9 @@ class Strands:
         self.read_whole.update(form for form in mere_forms(node, self.of_state) if form in self.of)
 
 
-_LINEAR = frozenset({aten.linear.default, aten.addmm.default, aten.mm.default, aten.embedding.default})
+_LINEAR = frozenset(
+    {aten.linear.default, aten.addmm.default, aten.mm.default, aten.embedding.default, EMBEDDING_BAG}
+)
 _PRODUCTS = frozenset({aten.bmm.default, aten.baddbmm.default, aten.matmul.default})
 
 

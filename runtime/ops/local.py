@@ -7,6 +7,7 @@ A ``Choice`` names them as "function:role". ``LOCAL[function](op, axes, *args, *
     function:role           operands                         result
     mean:terms              shards of what is averaged       P   the rank's own mean / ranks
     embedding:vocabulary    rows of the weight               P   zeros for rows of other ranks
+    embedding_bag:vocabulary  the same                       P   sums of the rows that this rank has
     cross_entropy:classes   shards of the logits' classes    R   denominators and targets' logits are all-reduced
     cross_entropy:samples   shards of the samples, mean      P   the rank's sum / the valid weight of all ranks
     nll_loss:samples        shards of the samples, mean      P   as above
@@ -35,6 +36,7 @@ from torch import Tensor
 from torch._subclasses import FakeTensor
 
 from cost_models.errors import InternalError
+from runtime.ops.bags import of_own_rows
 from runtime.ops.batch_norm import batch_norm
 from runtime.ops.cross_entropy import cross_entropy, mean_nll_loss
 from runtime.ops.peers import Peers
@@ -71,6 +73,7 @@ def _random(op: LocalOp, axes: Axes, *args: Any, **kwargs: Any) -> Any:
 LOCAL: Mapping[str, LocalOp] = {
     "mean": _mean,
     "embedding": _embedding,
+    "embedding_bag": of_own_rows,
     "cross_entropy": cross_entropy,
     "nll_loss": mean_nll_loss,
     "batch_norm": batch_norm,

@@ -22,9 +22,10 @@ from cost_models.layout import Partial, Placement, Replicate, Shard
 from passes.graph.graph import OpGraph, once_per_graph
 from passes.search.feature.options import StoredChoice
 from passes.search.feature.products import PRODUCTS, Products, Shapes, embedded, products_of, sizes_of
-from passes.shard.rules.indexing import VOCABULARY
+from passes.shard.rules.indexing import BAG_VOCABULARY, VOCABULARY
 from passes.shard.rules.losses import CLASSES
 from passes.shard.words import Choice, operands, short
+from runtime.ops.bags import EMBEDDING_BAG
 
 aten = torch.ops.aten
 
@@ -95,6 +96,7 @@ def rules_of(graph: OpGraph, preset: str) -> Mapping[str, AxisRule]:
     return dict(makers[preset](Shapes(graph)))
 
 
+_BY_ROWS: Mapping[object, str] = {aten.embedding.default: VOCABULARY, EMBEDDING_BAG: BAG_VOCABULARY}
 _ANY_PART: Layouts = frozenset(Shard(d) for d in range(8))
 _REPLICATED: Layouts = frozenset({Replicate()})
 _NOT_SAMPLES: Layouts = frozenset({Replicate(), *(Shard(d) for d in range(1, 8))})
@@ -199,8 +201,8 @@ def _sequence(shapes: Shapes) -> Iterator[tuple[str, AxisRule]]:
 def _vocabulary(shapes: Shapes) -> Iterator[tuple[str, AxisRule]]:
     yield from _no_rows(shapes)
     for node in shapes.ops:
-        if node.target is aten.embedding.default:
-            yield node.name, AxisRule(local=VOCABULARY)
+        if node.target in _BY_ROWS:
+            yield node.name, AxisRule(local=_BY_ROWS[node.target])
             if (table := operands(node)[0]).name in shapes.parameters:
                 yield table.name, AxisRule(frozenset({Shard(0)}), essential=False)
         elif node.target is aten.cross_entropy_loss.default:

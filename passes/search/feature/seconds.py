@@ -47,11 +47,18 @@ from passes.costs.costs import GraphCosts
 from passes.costs.seconds import OpRates, OpTable
 from passes.graph.graph import OpGraph, tensor_specs
 from passes.shard.words import Need, operands
+from runtime.ops.bags import EMBEDDING_BAG
 from runtime.segment.code import Dim, TensorSpec
 
 aten = torch.ops.aten
 LOOKUPS = frozenset(
-    {aten.embedding.default, aten.index.Tensor, aten.gather.default, aten.index_select.default}
+    {
+        aten.embedding.default,
+        EMBEDDING_BAG,
+        aten.index.Tensor,
+        aten.gather.default,
+        aten.index_select.default,
+    }
 )
 
 

@@ -1,7 +1,7 @@
 """Lookups and scatters: dimensions of the indices may be sharded, and those that are not looked into.
 
 The dimension looked into stays whole, but for the rows of an embedding: each rank looks up what it holds, zeros for
-the rest, and the sum is the embedding ("embedding:vocabulary", ``runtime.ops.local``).
+the rest, and the sum is the embedding ("embedding:vocabulary", ``runtime.ops.local``), and so for bags.
 """
 
 from __future__ import annotations
@@ -14,13 +14,14 @@ from torch import fx
 from cost_models.layout import Shard
 from passes.graph.nodes import argument, tensors_of
 from passes.shard.rules.notation import P, R, Rule, Term, from_terms, from_text, notation
-from passes.shard.rules.producers import replicated
-from passes.shard.rules.shapes import operands_shapes
+from passes.shard.rules.shapes import operand_names, operands_shapes
 from passes.shard.words import Choice, Need
+from runtime.ops.bags import EMBEDDING_BAG, MAX
 
 aten = torch.ops.aten
 
 VOCABULARY = "embedding:vocabulary"
+BAG_VOCABULARY = "embedding_bag:vocabulary"
 
 
 def _embedding(node: fx.Node) -> tuple[Choice, ...]:
@@ -63,8 +64,23 @@ def _index(node: fx.Node) -> tuple[Choice, ...]:
 
 
 def _embedding_bag(node: fx.Node) -> tuple[Choice, ...]:
-    """Keep it whole: where a bag begins is an index into all indices."""
-    return replicated(node)
+    """Shard bags of fixed size, columns, and rows where their sums add up; a bag by offsets is not known without all.
+
+    Gradients that depend on how often an index comes (or hold only rows that come) need all indices on every rank.
+    """
+    plain = not argument(node, "scale_grad_by_freq") and not argument(node, "sparse")
+    summed = plain and argument(node, "mode") != MAX
+    bag = "b" if plain and argument(node, "offsets") is None else "."
+    indices = f"{bag} ." if argument(node, "offsets") is None else "."
+    linear = "'" if summed else ""
+    found = from_text(
+        node,
+        f"weight{linear}[. e] indices[{indices}] offsets[.] per_sample_weights{linear}[{indices}] -> [{bag} e]",
+    )
+    if not summed or operands_shapes(node)[0][0] <= 1:
+        return found
+    given = tuple(Need(R, partial_gradient=name == "per_sample_weights") for name in operand_names(node)[1:])
+    return (*found, Choice((Need(Shard(0)), *given), (P,), BAG_VOCABULARY))
 
 
 def _index_select(node: fx.Node) -> tuple[Choice, ...]:
@@ -156,8 +172,7 @@ kernel ends the process at NaN.)"""
 
 RULES: Mapping[object, Rule] = {
     aten.embedding.default: _embedding,
-    aten.embedding_bag.default: _embedding_bag,
-    aten.embedding_bag.padding_idx: _embedding_bag,
+    EMBEDDING_BAG: _embedding_bag,
     aten.index.Tensor: _index,
     aten.index_put.default: _index,
     aten.index_select.default: _index_select,

@@ -116,6 +116,29 @@ def test_memory_that_nothing_fits_in_is_said_with_numbers() -> None:
     assert "needs" in str(caught.value)
 
 
+class Clicks(nn.Module):
+    """A table of 1 MiB, of which nothing else is worth speaking."""
+
+    def __init__(self, mode: str) -> None:
+        super().__init__()
+        self.table, self.top = nn.EmbeddingBag(2**14, 16, mode=mode), nn.Linear(16, 1)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.top(self.table(ids)).square().mean()
+
+
+@pytest.mark.parametrize(("mode", "pins"), [("sum", {}), ("mean", {"*": "vocabulary"}), ("max", {})])
+def test_bags_of_a_table_that_no_device_holds(mode: str, pins: dict[str, str]) -> None:
+    """Table, gradient and AdamW's state take 4 MiB."""
+    graph = trace(Clicks(mode), {"ids": torch.zeros(4, 3, dtype=torch.long)})
+    machine = cluster(2, 1e9, memory="3.5MiB")
+    request = FeatureRequest(Job(8), pins=pins)
+    placement = place_features(graph, costs_of(graph, machine), machine, request).placement
+    by_rows = placement.choices["embedding_bag"][0].local == "embedding_bag:vocabulary"
+    assert placement.stored["table.weight"] == (Shard(0 if by_rows else 1),)
+    assert by_rows or not pins
+
+
 def test_pins_hold_and_cost_what_they_cost() -> None:
     machine = cluster(2, 1e9)
     free = place("gpt2", machine, batch_size=4)

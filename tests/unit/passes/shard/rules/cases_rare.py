@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 
 import torch
 
+from runtime.ops.bags import EMBEDDING_BAG
 from tests.unit.passes.shard.rules.draw import Case, Draw
 
 aten = torch.ops.aten
@@ -162,6 +163,19 @@ def rare_lookups(d: Draw) -> Case:
     )
 
 
+def bags(d: Draw) -> Case:
+    """Fixed bags and bags by offsets, one of them empty; of a padded row, which counts nowhere."""
+    rows, width, mode = d.size(), d.size(), d.one_of(0, 1, 2)
+    fixed = d.maybe()
+    shape = [d.size(ones=False), d.one_of(1, 3)] if fixed else [12]
+    begins = None if fixed else torch.tensor([0, 3, 3, 8] + [12] * d.one_of(0, 1))
+    shares = d.tensor(*shape) if mode == 0 and d.maybe() else None
+    last = begins is not None and len(begins) == 5
+    by_freq, sparse = d.one_of((False, False), (False, False), (mode != 2, False), (False, mode != 2))
+    options = (begins, by_freq, mode, sparse, shares, last, d.one_of(None, 0))
+    return (EMBEDDING_BAG, d.tensor(rows, width), d.ints(rows, *shape), *options)
+
+
 def rare_producers(d: Draw) -> Case:
     shape = d.sizes(1, 2)
     return d.one_of(
@@ -182,6 +196,7 @@ def rare_producers(d: Draw) -> Case:
 RARE: Mapping[str, Callable[[Draw], Case]] = {
     function.__name__: function
     for function in (
-        rare_products, rare_elementwise, rare_reductions, rare_views, rare_images, rare_lookups, rare_producers,
+        rare_products, rare_elementwise, rare_reductions, rare_views, rare_images, rare_lookups, bags,
+        rare_producers,
     )
 }  # fmt: skip

@@ -17,6 +17,7 @@ from passes.shard.rules import choices
 from passes.shard.rules.local import fits
 from passes.shard.rules.simulate import Trial, is_float, node_of, problem, trial
 from passes.shard.words import Choice, operands
+from runtime.ops.bags import EMBEDDING_BAG
 from tests.unit.passes.shard.rules.test_rules import CASES, example
 
 aten = torch.ops.aten
@@ -69,6 +70,8 @@ def test_nan_and_infinity_stay_where_they_are(family: str, random: Random) -> No
             continue  # the kernel's mean of an infinite number is NaN or infinite by its place
         if family == "einsum" and len(values) > 2 and any(is_float(v) and v.isinf().any() for v in values):
             continue  # of three factors it sums one before it multiplies: a part's sum may be zero, times infinity
+        if choice.local == "embedding_bag:vocabulary":
+            continue  # rows of other ranks count zero times, and so does some row of this one: no number stays none
         if choice.local == "cross_entropy:classes" and any(
             is_float(v) and v.dim() == 1 and v.isinf().any() for v in values
         ):
@@ -118,6 +121,7 @@ def small_indices() -> list[tuple[Any, ...]]:
     """An index shorter than its source along ``dim``, across, both; negative and repeated indices; masks; other types."""
     index = torch.randint(4, (4, 4))
     x, src = doubles(4, 8), doubles(4, 8)
+    padded = torch.tensor([[0, 3, 0, 1], [0, 0, 0, 0], [1, 2, 3, 1], [3, 2, 3, 0]])
     return [
         (aten.scatter_add.default, x, 1, index, src),
         (aten.scatter_add.default, x, 0, torch.randint(4, (2, 4)), doubles(4, 8)),
@@ -139,30 +143,8 @@ def small_indices() -> list[tuple[Any, ...]]:
         (aten.index_add.default, x, 0, torch.tensor([2, 2, 0, 2]), doubles(4, 8)),
         (aten.embedding.default, doubles(4, 8), torch.randint(4, (4, 4)), -1, False, True),
         (aten.embedding.default, doubles(4, 8), torch.randint(4, (4, 4)), 2, True, False),
-        (
-            aten.embedding_bag.padding_idx,
-            doubles(4, 8),
-            torch.tensor([0, 3, 3, 1]),
-            torch.tensor([0, 1]),
-            False,
-            0,
-            False,
-            None,
-            False,
-            None,
-        ),
-        (
-            aten.embedding_bag.padding_idx,
-            doubles(4, 8),
-            torch.tensor([0, 3, 3, 1]),
-            torch.tensor([0, 3]),
-            False,
-            1,
-            True,
-            None,
-            False,
-            None,
-        ),
+        (EMBEDDING_BAG, doubles(4, 8), padded, None, False, 1, False, None, False, 0),
+        (EMBEDDING_BAG, doubles(4, 8), padded[0], torch.tensor([0, 1]), False, 1, False, None, False, 0),
         (
             aten.instance_norm.default,
             doubles(4, 4, 6),

@@ -85,7 +85,6 @@ NOTHING_TO_COMPARE = {
     *(aten.bernoulli.default, aten.bernoulli.p, aten.rand_like.default, aten.randn_like.default),
     *(aten.empty.memory_format, aten.new_empty.default, aten.empty_like.default),
     aten._grouped_mm.default,  # knows 16 bits only: see below
-    *(aten.embedding_bag.default, aten.embedding_bag.padding_idx),  # always whole
 }
 
 
