@@ -8,12 +8,14 @@ The record has one row of layouts per class of equal blocks: how parameters are 
 from __future__ import annotations
 
 import re
+from collections import defaultdict
 from collections.abc import Iterator
 from typing import Any
 
 from torch import fx
 
 from cost_models.layout import Replicate
+from cost_models.units import percent
 from partitioner.record.modules import range_of
 from partitioner.record.sharding import (
     GradientSumRecord,
@@ -27,9 +29,14 @@ from passes.compile import Compiled
 from passes.costs.costs import GraphCosts
 from passes.graph.graph import OpGraph
 from passes.lower.on_mesh import OnMesh
+from passes.search.infeasible import op_words
 from passes.shard.traffic import Traffic
 from passes.shard.words import Placements, operands, placements_text
 from runtime.mesh.ranks_along import JOINT, all_ranks_along
+
+WORTH_A_NOTE = 0.01
+"""The least share of a step that is told: less is below what predictions are off by (docs/10: 1.2%)."""
+MOST_NOTES = 3
 
 
 def describe_sharding(compiled: Compiled, stage: int) -> StageSharding:
@@ -69,6 +76,25 @@ def describe_sharding(compiled: Compiled, stage: int) -> StageSharding:
         replicated_seconds=origins.replicated_seconds,
         replicated_matmul_share=origins.replicated_matmul_share,
     )
+
+
+def whole_ops(compiled: Compiled) -> list[str]:
+    """Say of ops that every device runs whole, since no other way is known, what they take, the dearest lines first."""
+    details, graph = compiled.outcome.details, compiled.outcome.judge.graph
+    step_seconds = compiled.outcome.best.step_seconds
+    taken: dict[str, float] = defaultdict(float)
+    for origins in details.origins.values() if details is not None else ():
+        for name, seconds in origins.whole.items():
+            node = graph.nodes[name]
+            where = node.meta.get("source") or node.meta.get("module_path") or "no known line"
+            taken[f"`{op_words(node)}` at {where} is run whole on every device"] += seconds
+    said = [
+        f"{text}: no rule says another way, and none was found; {percent(seconds / step_seconds)} of the step"
+        for text, seconds in sorted(taken.items(), key=lambda item: -item[1])
+        if seconds >= WORTH_A_NOTE * step_seconds
+    ]
+    more = len(said) - MOST_NOTES
+    return [*said[:MOST_NOTES], *([f"{more} more lines are run whole like that"] if more > 0 else [])]
 
 
 def _collective(own: OnMesh, item: Traffic) -> StageCollective:

@@ -132,6 +132,9 @@ class ChoiceOrigins:
     """Seconds of a step that those take."""
     replicated_matmul_share: float
     """Share of the FLOPs of matrix products, convolutions and attention in ops that an axis or more does not split."""
+    whole: Mapping[str, float]
+    """Ops of which only one way is known, for want of a rule or by it, with the seconds of a step that they and what is
+    sent for them take. (Numbers that are counted or compared aside: masks, positions.)"""
 
 
 @dataclass(frozen=True)

@@ -31,7 +31,7 @@ from torch import Tensor, fx
 
 from cost_models.calibration import VARIABLE, cache_path
 from cost_models.layout import Partial
-from passes.graph.nodes import op_name
+from passes.graph.nodes import op_name, tensors_of
 from passes.graph.recomputed import draws_random_numbers
 from passes.shard.rules import choices as choices_by_rule
 from passes.shard.rules import has_rule, makes_tensors
@@ -91,6 +91,10 @@ class Discovery:
     def choices(self, node: fx.Node) -> tuple[Choice, ...]:
         """List the choices of any op, all replicated first."""
         return self.find(node).choices
+
+    def only_whole(self, node: fx.Node) -> bool:
+        """Tell whether every rank doing everything is the only way known of an op; no word on what counts or compares."""
+        return len(self.choices(node)) == 1 and tensors_of(node)[0].is_floating_point()
 
     def find(self, node: fx.Node) -> FoundChoices:
         """Find the choices of an op, and where they come from."""

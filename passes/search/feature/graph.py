@@ -57,6 +57,11 @@ class Unit:
     def name(self) -> str:
         return self.members[0]
 
+    @property
+    def only_whole(self) -> bool:
+        """True of an op of which no way is known but every rank doing everything; what only counts or compares aside."""
+        return len(self.choices) == 1 and self.kind == "op" and self.outputs[0].dtype.is_floating_point
+
 
 @dataclass(frozen=True)
 class Wire:

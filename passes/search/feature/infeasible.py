@@ -9,11 +9,18 @@ from cost_models.memory import state_bytes
 from cost_models.units import counted, format_bytes
 from passes.graph.blocks import block_of
 from passes.graph.graph import OpGraph
+from passes.search.feature.graph import FeatureGraph
 from passes.search.feature.setting import Setting
+from passes.search.infeasible import held_whole
 
 
-def does_not_fit(graph: OpGraph, setting: Setting, least_bytes: float) -> InfeasibleError:
-    """``least_bytes``: what every sharding needs of one device at least; infinite where it is only known to be too much."""
+def does_not_fit(space: FeatureGraph, setting: Setting, least_bytes: float) -> InfeasibleError:
+    """``least_bytes``: what every sharding needs of one device at least; infinite where it is only known to be too much.
+
+    That is proved where several ways are known for every op; what is known of none but one may yet be split in others.
+    """
+    graph = space.graph
+    whole = held_whole(graph, (name for unit in space.units if unit.only_whole for name in unit.members))
     devices = setting.sharing
     smallest = min(devices, key=lambda device: device.memory_bytes)
     capacity, world = smallest.memory_bytes, len(devices)
@@ -23,12 +30,11 @@ def does_not_fit(graph: OpGraph, setting: Setting, least_bytes: float) -> Infeas
     ]
     state = state_bytes(held, setting.job.optimizer).total
     because = [
-        f"rank {smallest.rank} ({smallest.model}) has {format_bytes(capacity)}, and every sharding needs "
-        + (
-            "more"
-            if math.isinf(least_bytes)
-            else f"at least {format_bytes(int(least_bytes))} of each device (proved)"
-        ),
+        f"rank {smallest.rank} ({smallest.model}) has {format_bytes(capacity)}, and every sharding "
+        f"{'that is known ' if whole else ''}needs "
+        + ("more" if math.isinf(least_bytes) else f"at least {format_bytes(int(least_bytes))} of each device")
+        + ("" if whole or math.isinf(least_bytes) else " (proved)"),
+        *whole,
         f"parameters, gradients and {setting.job.optimizer} state are {format_bytes(state)}: "
         f"{format_bytes(state // world)} a device where all of it is split",
     ]

@@ -397,4 +397,4 @@ class _MeshSearch:
                 ["some meshes were not searched to the end"],
                 ["more time, or a fixed mesh="],
             )
-        return does_not_fit(self.space.graph, self.setting, self.least_bytes)
+        return does_not_fit(self.space, self.setting, self.least_bytes)

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from cost_models.layout import Replicate
+from passes.search.feature.bound import bridge_seconds, wire_table
 from passes.search.feature.graph import leaving_name
 from passes.search.feature.options import Options
 from passes.search.feature.problem import FeatureProblem
@@ -73,34 +74,64 @@ class SolvedPart:
     names: Mapping[str, str]
 
 
+@dataclass(frozen=True)
+class _PartOrigins:
+    """The same of one part. ``flops``: of products, in ops that some axis does not split, and in all."""
+
+    ops: Mapping[str, Sequence[str]]
+    replicated_seconds: float
+    whole: Mapping[str, float]
+    flops: tuple[float, float]
+
+
 def origins_of(discovery: Discovery, parts: Sequence[SolvedPart]) -> ChoiceOrigins:
     """Sum the origins of several parts up."""
     ops: dict[str, list[str]] = {"rule": [], "discovered": [], "replicated": []}
-    seconds = whole = total = 0.0
-    known: dict[tuple[int, tuple[int, ...]], tuple[dict[str, list[str]], float, float, float]] = {}
+    whole: dict[str, float] = {}
+    seconds = unsplit = total = 0.0
+    known: dict[tuple[int, tuple[int, ...]], _PartOrigins] = {}
     for part in parts:
         key = id(part.problem), tuple(part.options)
         if key not in known:
             known[key] = _of_part(discovery, part)
-        own, its_seconds, its_whole, its_total = known[key]
-        for how, names in own.items():
+        own = known[key]
+        for how, names in own.ops.items():
             ops[how] += [part.names.get(name, name) for name in names]
-        seconds, whole, total = seconds + its_seconds, whole + its_whole, total + its_total
-    share = whole / total if total else 0.0
-    return ChoiceOrigins(len(ops["rule"]), len(ops["discovered"]), tuple(ops["replicated"]), seconds, share)
+        whole |= {part.names.get(name, name): taken for name, taken in own.whole.items()}
+        seconds += own.replicated_seconds
+        unsplit, total = unsplit + own.flops[0], total + own.flops[1]
+    share = unsplit / total if total else 0.0
+    return ChoiceOrigins(
+        len(ops["rule"]), len(ops["discovered"]), tuple(ops["replicated"]), seconds, share, whole
+    )
 
 
-def _of_part(discovery: Discovery, part: SolvedPart) -> tuple[dict[str, list[str]], float, float, float]:
-    """Return ops by origin, seconds of those that are replicated, FLOPs of products not split by some axis, and of all."""
+def _of_part(discovery: Discovery, part: SolvedPart) -> _PartOrigins:
     ops: dict[str, list[str]] = {"rule": [], "discovered": [], "replicated": []}
     seconds, problem = 0.0, part.problem
-    for unit, numbers, option in zip(problem.space.units, problem.units, part.options, strict=True):
-        if unit.kind == "op":
-            how = discovery.find(problem.space.graph.nodes[unit.name]).how
-            ops[how] += unit.members
-            if how == "replicated":
-                seconds += float(numbers.seconds[numbers.index.tolist().index(option)])
-    return (ops, seconds, *_replicated_flops(problem, part.options))
+    whole: dict[str, float] = {}
+    chosen = [n.index.tolist().index(k) for n, k in zip(problem.units, part.options, strict=True)]
+    for unit, numbers in zip(problem.space.units, problem.units, strict=True):
+        if unit.kind != "op":
+            continue
+        how = discovery.find(problem.space.graph.nodes[unit.name]).how
+        ops[how] += unit.members
+        own = float(numbers.seconds[chosen[unit.index]])
+        if how == "replicated":
+            seconds += own
+        if unit.only_whole and math.prod(problem.mesh.shape) > 1:
+            sent = _sent_seconds(problem, chosen, unit.index)
+            whole |= dict.fromkeys(unit.members, (own + sent) / len(unit.members))
+    return _PartOrigins(ops, seconds, whole, _replicated_flops(problem, part.options))
+
+
+def _sent_seconds(problem: FeatureProblem, chosen: Sequence[int], unit: int) -> float:
+    """Sum the seconds of the bridges to and from a unit."""
+    return math.fsum(
+        bridge_seconds(problem, wire, wire_table(problem, w), chosen)
+        for w, wire in enumerate(problem.space.wires)
+        if wire.producer == unit or any(reader == unit for reader, _ in wire.readers)
+    )
 
 
 def _replicated_flops(problem: FeatureProblem, options: Sequence[int]) -> tuple[float, float]:

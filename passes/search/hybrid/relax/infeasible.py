@@ -23,7 +23,7 @@ from passes.search.hybrid.pools import Run
 from passes.search.hybrid.relax.relaxed import NEAR, Allowance, Fit, Relaxed, priced
 from passes.search.hybrid.search import GroupSearch
 from passes.search.hybrid.solve import SolvedOption
-from passes.search.infeasible import shortfalls
+from passes.search.infeasible import held_whole, shortfalls
 from passes.search.judge import Judge, Simulated
 from passes.search.outcome import Label
 
@@ -235,6 +235,8 @@ def infeasible(
         least = min(found, key=lambda s: s.overflow_bytes)
         because = [*because[: bool(untried)], f"{Label.of_groups(least.candidate)}, simulated:"]
         because += shortfalls(enumerate(map(int, least.peak_bytes)), judge.cluster.devices)
+    discovery = search.piece_search.discovery
+    because += held_whole(search.graph, (n.name for n in search.graph.ops if discovery.only_whole(n)))
     return InfeasibleError(
         f"{search.graph.model_name} does not fit {judge.cluster.name}",
         because,

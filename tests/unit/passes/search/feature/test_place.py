@@ -13,6 +13,7 @@ from cost_models.cluster import ClusterSpec
 from cost_models.errors import InfeasibleError, UsageError
 from cost_models.layout import Mesh, Replicate, Shard
 from examples.alexnet import alexnet
+from partitioner import partition
 from passes.costs.costs import costs_of
 from passes.graph.graph import OpGraph, tensor_specs
 from passes.lower.job import Job
@@ -113,7 +114,36 @@ def test_one_big_and_sixteen_small_parameters() -> None:
 def test_memory_that_nothing_fits_in_is_said_with_numbers() -> None:
     with pytest.raises(InfeasibleError) as caught:
         place("gpt2", cluster(2, 1e9, memory="1MiB"), batch_size=64, microbatches=1)
-    assert "needs" in str(caught.value)
+    assert "of each device (proved)" in str(caught.value)
+
+
+class Turned(nn.Module):
+    """A product with the exponential of a matrix of 1 MiB, which nobody knows to compute in parts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(512, 512))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (x @ torch.linalg.matrix_exp(self.weight)).square().mean()
+
+
+def test_what_a_missing_rule_holds_whole_is_told_and_proves_nothing() -> None:
+    graph = trace(Turned(), {"x": torch.zeros(4, 512)})
+    machine = cluster(2, 1e9, memory="5MiB")
+    with pytest.raises(InfeasibleError) as caught:
+        place_features(graph, costs_of(graph, machine), machine, FeatureRequest(Job(8)))
+    text = str(caught.value)
+    assert "every sharding that is known needs at least" in text
+    assert "(proved)" not in text
+    (line,) = {node.meta["source"] for node in graph.ops if "matrix_exp" in node.name}
+    assert f"to run whole: `linalg_matrix_exp` at {line}, which reads 1.00 MiB of parameters" in text
+    larger = partition(graph, cluster(2, 1e9, memory="1GiB"), strategy="feature", batch_size=8)
+    (note,) = [note for note in larger.notes if "whole" in note]
+    assert note.startswith(
+        f"`linalg_matrix_exp` at {line} is run whole on every device: no rule says another way"
+    )
+    assert note.endswith("% of the step")
 
 
 class Clicks(nn.Module):
