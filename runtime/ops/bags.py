@@ -20,8 +20,9 @@ from runtime.ops.peers import Peers
 SUM, MEAN, MAX = range(3)
 """ATen's numbers of what is made of a bag's rows."""
 
-_LIBRARY = torch.library.Library("partitioner", "FRAGMENT")
-_LIBRARY.define(
+# torch.library leaves its class untyped.
+_LIBRARY = torch.library.Library("partitioner", "FRAGMENT")  # type: ignore[no-untyped-call]
+_LIBRARY.define(  # type: ignore[no-untyped-call]
     "embedding_bag(Tensor weight, Tensor indices, Tensor? offsets=None, bool scale_grad_by_freq=False, int mode=0, "
     "bool sparse=False, Tensor? per_sample_weights=None, bool include_last_offset=False, int? padding_idx=None) -> Tensor"
 )
@@ -48,7 +49,7 @@ def _whole(
     return made[0]
 
 
-_LIBRARY.impl("embedding_bag", _whole, "CompositeImplicitAutograd")
+_LIBRARY.impl("embedding_bag", _whole, "CompositeImplicitAutograd")  # type: ignore[no-untyped-call]
 EMBEDDING_BAG = torch.ops.partitioner.embedding_bag.default
 
 
