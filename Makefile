@@ -10,7 +10,7 @@ export OMP_NUM_THREADS ?= 1
 # compile our sources anew, a second of processor time.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: help setup demo test test-all browser browser-setup lint verify-all odd-models architectures fuzz golden house faults bounds bench predict gpu published intervals checkpoint generated docs test-docs wheel clean
+.PHONY: help setup demo test test-all test-newest browser browser-setup lint verify-all odd-models architectures fuzz golden house faults bounds bench predict gpu published intervals checkpoint generated docs test-docs wheel clean
 
 help:
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 14
@@ -35,6 +35,9 @@ test: setup  ## all tests, one case per idea, and a smoke subset of the verifica
 
 test-all: setup  ## all tests with all their cases; before an issue ends
 	$(BIN)/python -m pytest -m "" -n 2 --dist loadfile --no-loadscope-reorder
+
+test-newest:  ## the newest release of every dependency in .venv-newest (6 GB): smoke tests and demo; PYTHON=python3.13
+	PYTHON=$(PYTHON) bash .ci/newest
 
 browser: $(BROWSER_STAMP)  ## the report page in a real browser; installs Debian's Chromium and Playwright
 	$(BIN)/python -m pytest tests/browser
@@ -120,4 +123,4 @@ wheel: setup  ## build the wheel, install it into an empty environment, plan out
 	PYTHON=$(PYTHON) bash .ci/wheel
 
 clean:
-	rm -rf $(VENV) dist build site .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) $(VENV)-newest dist build site .pytest_cache .mypy_cache .ruff_cache

@@ -109,6 +109,16 @@ def _line(error: Exception) -> str:
 # --------------------------------------------------------------------------------------------------
 
 
+def stay_forkable() -> None:
+    """Import torch, which forked processes have then, and let autograd start no threads, which they would not have.
+
+    Of a torch built for GPUs it starts some, on machines without one, if a process's first backward is on fake tensors.
+    """
+    import torch
+
+    torch.zeros((), requires_grad=True).backward()  # type: ignore[no-untyped-call]
+
+
 @contextmanager
 def copied_checkout() -> Iterator[Path]:
     """Copy the code into a temporary folder, and remove it in the end."""
@@ -220,7 +230,7 @@ def main() -> int:
     options.add_argument("--tests-only", action="store_true")
     options.add_argument("--clean", action="store_true")
     given = options.parse_args()
-    import torch  # noqa: F401 - forked processes have it then
+    stay_forkable()
 
     missed, begun = 0, time.perf_counter()
     verified, tests = not given.tests_only, given.tests or given.tests_only
