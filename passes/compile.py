@@ -61,7 +61,7 @@ def compile_graph(graph: OpGraph, cluster: ClusterSpec, request: Request) -> Com
     judge = Judge(graph, costs, cluster, request.job)
     outcome = run_pass("place", _label, place, graph, costs, cluster, request, judge)
     keep_from_here()
-    outcome = run_pass("bound", _bound, bounded, outcome, judge)
+    outcome = run_pass("bound", _bound, bounded, outcome, judge, request.whole_batch)
     realized = outcome.carried.realized
     between = Crossings(outcome.judge.graph, realized.segmentation, realized.placements)
     crossing = run_pass("bridge", _bridges, bridges, between)
@@ -70,13 +70,15 @@ def compile_graph(graph: OpGraph, cluster: ClusterSpec, request: Request) -> Com
     return Compiled(request, costs, outcome, realized, crossing, proof, plain)
 
 
-def bounded(outcome: Outcome, judge: Judge) -> Outcome:
+def bounded(outcome: Outcome, judge: Judge, whole_batch: str = "") -> Outcome:
     """Give the outcome's certificate the bound on every plan; raise ``InternalError`` if the outcome is below its bounds.
 
-    ``judge``: of the model's graph as it was traced, whatever graph was placed.
+    ``judge``: of the model's graph as it was traced, whatever graph was placed. ``whole_batch``: why there is one
+    micro-batch, if the model is the reason.
     """
     seconds = any_plan_bound(judge.graph, judge.costs, judge.cluster, judge.job)
-    certificate = replace(outcome.certificate, simulated_lower_bound_seconds=seconds)
+    space = outcome.certificate.space + (f"; one micro-batch only: {whole_batch}" if whole_batch else "")
+    certificate = replace(outcome.certificate, simulated_lower_bound_seconds=seconds, space=space)
     whole = not outcome.splits and not outcome.best.candidate.shardings
     certificate.refuse_broken_bounds(outcome.best.step_seconds, whole_ops=whole)
     return replace(outcome, certificate=certificate)

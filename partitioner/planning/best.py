@@ -6,8 +6,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from cost_models.cluster import ClusterSpec
-from cost_models.errors import InfeasibleError, PartitionerError, TimeLimitError
+from cost_models.errors import InfeasibleError, PartitionerError, TimeLimitError, UsageError
 from cost_models.units import counted, format_seconds, percent
+from partitioner.planning.whole_batch import with_price, with_way_out
 from partitioner.record.data import PlanT
 from partitioner.record.describe import describe
 from partitioner.record.records import Alternative
@@ -28,6 +29,18 @@ def best_plan(kind: type[PlanT], graph: OpGraph, cluster: ClusterSpec, requests:
 
     Raises what the only strategy raises, or InfeasibleError if none fits. On Ctrl-C: of those planned so far.
     """
+    if not requests[0].whole_batch:
+        return _fastest_plan(kind, graph, cluster, requests)
+    try:
+        plan = _fastest_plan(kind, graph, cluster, requests)
+    except (InfeasibleError, UsageError) as error:
+        raise with_way_out(error, graph, cluster, requests) from error
+    return with_price(plan, graph, cluster, next(r for r in requests if r.strategy == plan.strategy))
+
+
+def _fastest_plan(
+    kind: type[PlanT], graph: OpGraph, cluster: ClusterSpec, requests: Sequence[Request]
+) -> PlanT:
     if len(requests) == 1:
         return _plan(kind, graph, cluster, compile_graph(graph, cluster, requests[0]))
     found: list[Compiled] = []

@@ -39,6 +39,12 @@ OPTIONS = (
     PlanOption(
         "microbatches", "auto, or into how many pieces the batch is cut (this is gradient accumulation)"
     ),
+    PlanOption(
+        "micro_couplings",
+        "Search several micro-batches also where samples are coupled (contrastive losses over the batch, routing with a "
+        "capacity, averages of the batch that forward keeps): that is then computed per micro-batch, and trains something "
+        "else. By default such a batch stays in one piece; batch norm sees micro-batches either way",
+    ),
     PlanOption("schedule", "auto, gpipe, 1f1b, interleaved, zb-h1, zb-h2, zb-v, list or list-split"),
     PlanOption("optimizer_memory", "Whose state is budgeted: none, sgd, momentum, adam, adamw or amsgrad"),
     PlanOption(

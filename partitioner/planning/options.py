@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, TypeGuard, get_args
 
 from cost_models.cluster import ClusterSpec
@@ -23,6 +23,7 @@ from passes.search.hybrid.request import HybridRequest
 from passes.search.layer.request import LayerRequest
 from passes.search.request import Request
 from passes.search.words import STRATEGY_WORDS, RecomputeMode, of_activations
+from passes.shard.couplings import why_whole
 from runtime.schedules import SCHEDULES
 
 STRATEGIES = (*STRATEGY_WORDS, "auto")
@@ -60,6 +61,7 @@ class PlanOptions:
     strategy: str = "layer"
     schedule: str = "auto"
     microbatches: int | Literal["auto"] = "auto"
+    micro_couplings: bool = False
     pins: Pins | None = None
     mesh: Sequence[int] | None = None
     objective: Objective | None = None
@@ -107,7 +109,16 @@ class PlanOptions:
             "free": self._free_request,
         }
         names = SEARCHING if self.strategy == "auto" else (self.strategy,)
-        return tuple(make[name](job, graph) for name in names)
+        requests = tuple(make[name](job, graph) for name in names)
+        why = "" if self._cuts_the_batch else why_whole(graph)
+        return tuple(replace(r, microbatches=1, whole_batch=why) for r in requests) if why else requests
+
+    @property
+    def _cuts_the_batch(self) -> bool:
+        """The user says how the batch is cut, or that it may be, whatever couples samples."""
+        return (
+            self.micro_couplings or self.microbatches != "auto" or read_fix(self.fix).microbatch is not None
+        )
 
     def _layer_request(self, job: Job, graph: OpGraph) -> LayerRequest:
         return LayerRequest(

@@ -1,13 +1,15 @@
-"""Numbers of micro-batches that a batch can be cut into, or an error that says which would do."""
+"""Numbers of micro-batches that a batch can be cut into, or an error that says which would do; and what cutting costs."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Literal
 
 from cost_models.errors import UsageError
 from cost_models.units import counted
 from passes.graph.graph import OpGraph
 from passes.graph.least_samples import least_samples
+from passes.shard.couplings import why_whole
 
 
 def accepted_counts(graph: OpGraph, batch_size: int, counts: Sequence[int]) -> list[int]:
@@ -29,3 +31,12 @@ def accepted_counts(graph: OpGraph, batch_size: int, counts: Sequence[int]) -> l
         [needs if reason else "every micro-batch needs a sample"],
         [way],
     )
+
+
+def may_cost_less(graph: OpGraph, microbatches: int | Literal["auto"]) -> bool:
+    """Tell whether a batch may take less in the micro-batches that are wanted than whole.
+
+    Else a micro-batch takes its share of the whole batch's seconds, or more. Not so where samples are coupled: the products
+    of all pairs (z @ z.T) are half as many in two halves.
+    """
+    return microbatches != 1 and bool(why_whole(graph))

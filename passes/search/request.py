@@ -22,6 +22,8 @@ class Request:
 
     job: Job
     microbatches: int | Literal["auto"] = "auto"
+    whole_batch: str = ""
+    """The reason why ``microbatches`` is 1, where that follows from the model and nobody asked for it."""
     pins: Mapping[str, int] | Mapping[str, str] = field(default_factory=dict)
     """Glob over module paths or names -> place: a stage, a device or a layout, as the strategy has it."""
     time_limit_seconds: float | None = None

@@ -13,6 +13,10 @@ Every value gets a state, from the batch to the loss:
 An op keeps states apart where its rule of sharding has a choice that takes its operands as they are: splitting by samples
 over devices and over micro-batches ask the same of an op, as long as devices do not talk to each other (``Choice.local``).
 Ops without a rule are tried on drawn shards. The first op of every path that gives Coupled is named, and none after it.
+
+    batch norm, its running statistics     named; searches cut the batch all the same, as everybody does who trains in
+                                           micro-batches (``why_whole`` leaves it out), and behind it samples are samples
+    everything else that is named          searches keep the batch whole, unless they are told otherwise
 """
 
 from __future__ import annotations
@@ -103,6 +107,16 @@ def couplings(graph: OpGraph) -> tuple[Coupling, ...]:
     return _Walk(graph).found()
 
 
+def why_whole(graph: OpGraph) -> str:
+    """Say why only a batch in one piece computes what the model does with a batch; "" if micro-batches do, too.
+
+    Batch norm is no reason: statistics of one micro-batch at a time are what pipelines (GPipe, 2019) and gradient
+    accumulation have always had, and a deep pipeline of a ResNet has nothing else.
+    """
+    found = [coupling for coupling in couplings(graph) if coupling.kind != "batch statistics"]
+    return "; ".join(_by_kind(found))
+
+
 class _Walk:
     """States of all values of a graph, from its inputs on."""
 
@@ -114,6 +128,8 @@ class _Walk:
         """The first op of each op's class: equal ops have equal choices."""
         self._choices: dict[fx.Node, tuple[Choice, ...]] = {}
         self._states: dict[fx.Node, tuple[State, ...]] = {}
+        self._norms: set[fx.Node] = set()
+        """Batch norms of samples: each has its statistics from others, and gives samples again."""
         made = graph.token_counts.made if graph.token_counts is not None else frozenset()
         for node in graph.graph.nodes:
             given = graph.input_of.get(node.name)
@@ -134,11 +150,12 @@ class _Walk:
             states = self._after(node)
             self._states[node] = states
             before = [state for source in node.all_input_nodes for state in self._states.get(source, ())]
-            if any(isinstance(s, Coupled) for s in states) and not any(
+            if node in self._norms:
+                result.append(_named(node, "batch statistics"))
+            elif any(isinstance(s, Coupled) for s in states) and not any(
                 isinstance(s, Coupled) for s in before
             ):
-                kind: Kind = "batch statistics" if "batch_norm" in op_name(node) else "samples"
-                result.append(_named(node, kind))
+                result.append(_named(node, "samples"))
         named = {coupling.op for coupling in result}
         for output in graph.outputs:
             node = graph.nodes[output.node]
@@ -167,6 +184,9 @@ class _Walk:
         found = self._specially(node, given, states)
         if found is None:
             found = self._by_choice(node, given, states)
+        if found is None and "batch_norm" in op_name(node) and isinstance(states[0], Samples):
+            self._norms.add(node)
+            return (states[0],) * count
         return (Coupled(),) * count if found is None else found
 
     def _specially(
@@ -302,23 +322,27 @@ def _named(node: fx.Node, kind: Kind) -> Coupling:
 
 def said(found: Sequence[Coupling], largest: int) -> tuple[str, ...]:
     """Say once what is computed per micro-batch; nothing if that is nothing. ``largest``: the samples of a micro-batch."""
+    if not found:
+        return ()
+    return (
+        f"computed per micro-batch of {largest}: {'; '.join(_by_kind(found))}. microbatches=1 computes the whole batch, "
+        'with strategy="feature" on several devices',
+    )
+
+
+def _by_kind(found: Sequence[Coupling]) -> list[str]:
+    """Say of each kind what it is and where its first is."""
     by_kind: dict[Kind, list[Coupling]] = {}
     for coupling in found:
         by_kind.setdefault(coupling.kind, []).append(coupling)
-    if not by_kind:
-        return ()
     norms = counted(len(by_kind.get("batch statistics", ())), "batch norm")
     words: dict[Kind, str] = {
         "samples": "loss couples samples",
         "batch statistics": f"{norms}: statistics of one micro-batch at a time, running ones advance with each",
         "running state": "a running average advances with each micro-batch",
     }
-    told = [
+    return [
         f"{text} at {listed(by_kind[kind], 1, count_rest=True)}"
         for kind, text in words.items()
         if kind in by_kind
     ]
-    return (
-        f"computed per micro-batch of {largest}: {'; '.join(told)}. microbatches=1 computes the whole batch, with "
-        'strategy="feature" on several devices',
-    )

@@ -3,21 +3,27 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from typing import Literal
 
 from cost_models.errors import InfeasibleError, UsageError
 from cost_models.memory import state_bytes
 from cost_models.units import counted, format_bytes
 from passes.graph.blocks import block_of
 from passes.graph.graph import OpGraph
+from passes.graph.least_samples import least_samples
 from passes.search.feature.graph import FeatureGraph
 from passes.search.feature.setting import Setting
 from passes.search.infeasible import held_whole
 
 
-def does_not_fit(space: FeatureGraph, setting: Setting, least_bytes: float) -> InfeasibleError:
+def does_not_fit(
+    space: FeatureGraph, setting: Setting, least_bytes: float, most_microbatches: int
+) -> InfeasibleError:
     """``least_bytes``: what every sharding needs of one device at least; infinite where it is only known to be too much.
 
     That is proved where several ways are known for every op; what is known of none but one may yet be split in others.
+    ``most_microbatches``: into how many the batch was cut.
     """
     graph = space.graph
     whole = held_whole(graph, (name for unit in space.units if unit.only_whole for name in unit.members))
@@ -54,7 +60,7 @@ def does_not_fit(space: FeatureGraph, setting: Setting, least_bytes: float) -> I
         ]
     else:
         ways = [
-            f"a smaller batch: it was tried in up to {setting.job.batch_size:,} micro-batches",
+            f"a smaller batch: it was tried in up to {counted(most_microbatches, 'micro-batch')}",
             "more devices",
         ]
     return InfeasibleError(
@@ -84,11 +90,21 @@ def _recompute(graph: OpGraph, setting: Setting) -> list[str]:
     return ['recompute the activations of blocks in backward (recompute "auto")']
 
 
-def no_such_microbatches(
-    graph: OpGraph, batch_size: int, wanted: object, least: int, reason: str
-) -> UsageError:
-    """The batch cannot be cut into ``wanted`` equal pieces of ``least`` samples or more."""
+def equal_counts(graph: OpGraph, batch_size: int, wanted: int | Literal["auto"]) -> list[int]:
+    """Micro-batch counts: divisors of the batch size, so that all micro-batches are alike, fewest first."""
+    least, _ = least_samples(graph)
     possible = [m for m in range(1, batch_size + 1) if batch_size % m == 0 and batch_size // m >= least]
+    counts = possible if wanted == "auto" else [m for m in possible if m == wanted]
+    if not counts:
+        raise _no_such_microbatches(graph, batch_size, wanted, possible)
+    return counts
+
+
+def _no_such_microbatches(
+    graph: OpGraph, batch_size: int, wanted: object, possible: Sequence[int]
+) -> UsageError:
+    """The batch cannot be cut into ``wanted`` equal pieces, but into ``possible`` ones."""
+    least, reason = least_samples(graph)
     because = []
     if isinstance(wanted, int) and batch_size % wanted:
         because.append(

@@ -27,14 +27,13 @@ from cost_models.layout import Mesh
 from cost_models.units import counted
 from passes.costs.costs import GraphCosts
 from passes.graph.graph import OpGraph
-from passes.graph.least_samples import least_samples
 from passes.progress import report_found, report_option
 from passes.search.certificate import relative_gap
 from passes.search.feature.bound import price, wire_tables
 from passes.search.feature.bridges import Bridges
 from passes.search.feature.evaluate import FeatureCost, evaluate
 from passes.search.feature.graph import FeatureGraph, Unit, feature_graph
-from passes.search.feature.infeasible import does_not_fit, no_such_microbatches
+from passes.search.feature.infeasible import does_not_fit, equal_counts
 from passes.search.feature.meshes import meshes
 from passes.search.feature.options import UnitNumbers
 from passes.search.feature.pins import Pin, broken, resolve, restricted
@@ -48,6 +47,7 @@ from passes.search.feature.setting import PartPlace, Setting
 from passes.search.feature.solve import ProblemSearch, Solved
 from passes.search.feature.ties import with_split_batch
 from passes.search.feature.tuning import TUNING
+from passes.search.microbatches import may_cost_less
 from passes.search.outcome import ChoiceOrigins, MeshTried
 from passes.search.recomputed import Regions
 from passes.search.request import Request
@@ -157,7 +157,8 @@ def survey_meshes(
     space = feature_graph(graph, costs, discovery.choices, marks, again)
     setting = Setting(cluster, request.job, request.reserved_bytes, again, request.part)
     search = _MeshSearch(space, setting, pins, deadline, known_seconds, closely_seconds)
-    counts = _counts(graph, request)
+    counts = equal_counts(graph, request.job.batch_size, request.microbatches)
+    search.cheaper_in_pieces = may_cost_less(graph, request.microbatches)
     best = search.run(meshes(cluster, request.max_axes, request.mesh, request.part), counts)
     log.info("feature search: %d problems in %.2f s", len(search.tried), time.perf_counter() - started)
     if best is None:
@@ -194,17 +195,6 @@ def check_agreement(
             ],
             ["another mesh=, and a report with the model"],
         )
-
-
-def _counts(graph: OpGraph, request: FeatureRequest) -> list[int]:
-    """Micro-batch counts: divisors of the batch size, so that all micro-batches are alike, fewest first."""
-    least, reason = least_samples(graph)
-    size = request.job.batch_size
-    wanted = range(1, size + 1) if request.microbatches == "auto" else [request.microbatches]
-    counts = [m for m in wanted if m >= 1 and size % m == 0 and size // m >= least]
-    if not counts:
-        raise no_such_microbatches(graph, size, request.microbatches, least, reason)
-    return counts
 
 
 @dataclass(eq=False)
@@ -248,10 +238,14 @@ class _MeshSearch:
         self.broken: dict[tuple[int, ...], list[str]] = {}
         """Per shape of mesh, the pins that it does not allow."""
         self.least_bytes = math.inf
+        self.cheaper_in_pieces = False
+        """Several micro-batches may take less than one."""
 
     @cached_property
     def _floor_seconds(self) -> float:
         """Seconds that no sharding is below: its equal share of all ops, on the fastest kind of device."""
+        if self.cheaper_in_pieces:
+            return 0.0
         setting = self.setting
         work = self.space.costs.least_work_seconds(setting.job.batch_size, setting.devices)
         return work / len(setting.sharing)
@@ -328,7 +322,9 @@ class _MeshSearch:
             self.best = search.problem, search.result(self.known_seconds)
             report_found(self.known_seconds)
         # More micro-batches cost no less (docs/06c-feature-wise.md) but save memory: tried only where that is short.
-        if search.short_of_memory or not search.possible:
+        if self.cheaper_in_pieces:
+            self._more_microbatches(trial, 0.0)
+        elif search.short_of_memory or not search.possible:
             self._more_microbatches(trial, search.free_bound)
 
     def _more_microbatches(self, trial: _MeshTrial, floor_seconds: float) -> None:
@@ -397,4 +393,5 @@ class _MeshSearch:
                 ["some meshes were not searched to the end"],
                 ["more time, or a fixed mesh="],
             )
-        return does_not_fit(self.space, self.setting, self.least_bytes)
+        most = max((tried.microbatches for tried in self.tried), default=1)
+        return does_not_fit(self.space, self.setting, self.least_bytes, most)

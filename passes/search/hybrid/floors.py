@@ -33,6 +33,8 @@ class Floors:
 
     search: PieceSearch
     job: Job
+    cheaper_in_pieces: bool = False
+    """Micro-batches may take less than their share of the whole batch's work: it bounds none of them."""
     _known: dict[Hashable, float] = field(default_factory=dict)
     _paces: dict[Hashable, list[tuple[float, int]]] = field(default_factory=dict)
     _memories: dict[Hashable, int] = field(default_factory=dict)
@@ -76,6 +78,8 @@ class Floors:
         """Give each group its best share: the fastest ones full, for every number of them."""
         if room * sum(map(self._memory_bytes, option.runs)) < self._state_bytes:
             return math.inf
+        if self.cheaper_in_pieces:
+            return 0.0
         m, fill, size = option.microbatches, option.fill, self.job.batch_size
         each = sorted(
             (seconds * option.samples / run.replicas / size, count)

@@ -38,7 +38,7 @@ from passes.search.hybrid.recipes.walk import needed_bytes
 from passes.search.hybrid.solve import SolvedOption, fastest
 from passes.search.hybrid.staged import Staged, Table
 from passes.search.hybrid.tables import Tables
-from passes.search.microbatches import accepted_counts
+from passes.search.microbatches import accepted_counts, may_cost_less
 from passes.search.words import RecomputeMode
 from passes.timings import phase
 
@@ -134,7 +134,7 @@ class GroupSearch:
     @cached_property
     def floors(self) -> Floors:
         """The bounds of options before anything is composed for them."""
-        return Floors(self.piece_search, self.job)
+        return Floors(self.piece_search, self.job, may_cost_less(self.graph, self.microbatches))
 
     @cached_property
     def covers(self) -> Covers:

@@ -23,6 +23,7 @@ from passes.search.layer.problem import stage_and_link_seconds
 from passes.search.layer.request import LayerRequest, prepare
 from passes.search.layer.search import LayerSearch, OptionResult, SolvedSplit, busiest_seconds
 from passes.search.layer.tuning import TUNING
+from passes.search.microbatches import may_cost_less
 from passes.search.provider import Judged, Proposal, Proved, Valued
 
 STAGES_RECOMPUTE = {
@@ -58,6 +59,8 @@ class LayerProvider:
     @cached_property
     def _floor_seconds(self) -> float:
         """Seconds that no pipeline of single devices is below: no more of them work than there are places to cut."""
+        if may_cost_less(self.judge.graph, self.request.microbatches):
+            return 0.0
         costs, devices = self.judge.costs, {d.speed_alone: d for d in self.judge.cluster.devices}.values()
         work = costs.least_work_seconds(self.request.job.batch_size, devices)
         return work / min(self.judge.cluster.world_size, TUNING.most_intervals, len(costs.ops))

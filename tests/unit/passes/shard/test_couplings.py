@@ -15,7 +15,7 @@ from partitioner import Workload, partition, trace
 from partitioner.models.load import load_workload
 from passes.graph.graph import OpGraph
 from passes.graph.nodes import op_name
-from passes.shard.couplings import couplings, said
+from passes.shard.couplings import couplings, said, why_whole
 from tests.support.matrix import thinned
 
 Body = Callable[["Small", Tensor], Tensor]
@@ -226,6 +226,20 @@ def test_a_plan_says_it_once_and_only_with_micro_batches() -> None:
     assert note.startswith("computed per micro-batch of 4: loss couples samples at matmul")
     assert "test_couplings.py:" in note
     assert "microbatches=1" in note
+
+
+def normed_then_compared(m: Small, h: Tensor) -> Tensor:
+    return info_nce(m, m.norm(h))
+
+
+def test_batch_norm_hides_no_coupling_behind_it_and_keeps_no_batch_whole() -> None:
+    graph = graph_of(normed_then_compared)
+    assert [(op_name(graph.nodes[c.op]), c.kind) for c in couplings(graph)] == [
+        ("batch_norm", "batch statistics"),
+        ("matmul", "samples"),
+    ]
+    assert why_whole(graph).startswith("loss couples samples at matmul")
+    assert why_whole(graph_of(batch_norm)) == ""
 
 
 def test_several_couplings_are_said_by_kind() -> None:
