@@ -3,13 +3,7 @@
     x (samples along 0) ─► linear ─► relu ─► mm(z, z.T)   couples: no way to run it sample by sample
     x ─► linear ─► square ─► mean over the samples ─► loss   does not: a part of the loss per sample, added up
 
-Every value gets a state, from the batch to the loss:
-
-    Same       the same for every micro-batch: parameters, and what is made of them
-    Samples    one part per sample along a dimension; ``joined``: several times all samples, one after the other
-    Added      a sum (or mean) over the samples, of which micro-batches have their parts
-    Coupled    none of these any more
-
+Every value gets a state (``passes.shard.sample_states``), from the batch to the loss.
 An op keeps states apart where its rule of sharding has a choice that takes its operands as they are: splitting by samples
 over devices and over micro-batches ask the same of an op, as long as devices do not talk to each other (``Choice.local``).
 Ops without a rule are tried on drawn shards. The first op of every path that gives Coupled is named, and none after it.
@@ -24,8 +18,8 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Literal, TypeAlias
+from dataclasses import dataclass, replace
+from typing import Literal
 
 import sympy
 import torch
@@ -39,6 +33,8 @@ from passes.graph.recomputed import draws_random_numbers
 from passes.graph.signatures import op_classes
 from passes.shard.discover import Discovery
 from passes.shard.rules import makes_tensors
+from passes.shard.sample_states import Added, Coupled, Ordered, Same, Samples, State
+from passes.shard.sorted_rows import counted_rows, is_sorted, sorted_by, through_order
 from passes.shard.words import Choice, Need, operands
 
 aten = torch.ops.aten
@@ -71,34 +67,6 @@ class Coupling:
     @property
     def _line(self) -> str:
         return f"({self.source})" if self.source else ""
-
-
-@dataclass(frozen=True)
-class Same:
-    """The state of a value that does not depend on the samples. ``counts``: it is 0, 1, 2 … along its samples."""
-
-    counts: bool = False
-
-
-@dataclass(frozen=True)
-class Samples:
-    """The state of a value with one part per sample along ``dim``."""
-
-    dim: int
-    joined: bool = False
-
-
-@dataclass(frozen=True)
-class Added:
-    """The state of a sum over samples."""
-
-
-@dataclass(frozen=True)
-class Coupled:
-    """The state of a value after a coupling."""
-
-
-State: TypeAlias = Same | Samples | Added | Coupled
 
 
 @once_per_graph
@@ -181,13 +149,38 @@ class _Walk:
             return (Same(_counts(self._graph, node)),) * count
         if any(isinstance(state, Coupled) for state in states):
             return (Coupled(),) * count
-        found = self._specially(node, given, states)
-        if found is None:
-            found = self._by_choice(node, given, states)
+        if (rows := counted_rows(node, given, states)) is not None:
+            return (rows,)
+        if is_sorted(states):
+            found = self._in_order(node, given, states)
+        else:
+            found = sorted_by(node, given, states) or self._apart(node, given, states)
         if found is None and "batch_norm" in op_name(node) and isinstance(states[0], Samples):
             self._norms.add(node)
             return (states[0],) * count
         return (Coupled(),) * count if found is None else found
+
+    def _apart(
+        self, node: fx.Node, given: Sequence[fx.Node], states: Sequence[State], *, in_order: bool = False
+    ) -> tuple[State, ...] | None:
+        """Return the states of what every sample has for itself; None if there is no such way."""
+        found = self._specially(node, given, states)
+        return self._by_choice(node, given, states, in_order=in_order) if found is None else found
+
+    def _in_order(
+        self, node: fx.Node, given: Sequence[fx.Node], states: Sequence[State]
+    ) -> tuple[State, ...] | None:
+        """Return the states of what is done to sorted rows: to each by itself, or to all of them together."""
+        found = through_order(node, given, states)
+        rows = {state for state in states if not isinstance(state, Same)}
+        orders = {replace(state, keys=False) for state in rows if isinstance(state, Ordered)}
+        if found is not None or len(orders) != 1 or not all(isinstance(state, Ordered) for state in rows):
+            return found
+        plain = [state if isinstance(state, Same) else Samples(0) for state in states]
+        found = self._apart(node, given, plain, in_order=True)
+        if found is None or not all(isinstance(s, Same | Added) or s == Samples(0) for s in found):
+            return None
+        return tuple(orders.copy().pop() if isinstance(state, Samples) else state for state in found)
 
     def _specially(
         self, node: fx.Node, given: Sequence[fx.Node], states: Sequence[State]
@@ -230,9 +223,12 @@ class _Walk:
         return None
 
     def _by_choice(
-        self, node: fx.Node, given: Sequence[fx.Node], states: Sequence[State]
+        self, node: fx.Node, given: Sequence[fx.Node], states: Sequence[State], *, in_order: bool
     ) -> tuple[State, ...] | None:
-        """Return the states by a choice that takes the operands as they are; None if there is none."""
+        """Return the states by a choice that takes the operands as they are; None if there is none.
+
+        ``in_order``: rows stand in another order, so that what has a row for each of them by its place belongs to others.
+        """
         kinds = {state.joined for state in states if isinstance(state, Samples)}
         if len(kinds) > 1:
             return None  # one has its samples in another order than the other
@@ -243,11 +239,11 @@ class _Walk:
         for choice in self._choices[first]:
             if choice.local in _TALK or len(choice.inputs) != len(given):
                 continue
-            if all(map(self._takes, choice.inputs, given, states)):
+            if all(self._takes(*each, in_order) for each in zip(choice.inputs, given, states, strict=True)):
                 return tuple(_state(output, joined) for output in choice.outputs)
         return None
 
-    def _takes(self, need: Need, source: fx.Node, state: State) -> bool:
+    def _takes(self, need: Need, source: fx.Node, state: State, in_order: bool) -> bool:
         """Tell whether a choice's need of an operand is met by its state."""
         placement = need.placement
         if isinstance(state, Samples):
@@ -260,7 +256,8 @@ class _Walk:
         shape = source.meta["val"].shape
         symbol = self._graph.batch.batch_symbol
         return (
-            isinstance(placement, Shard)
+            not in_order
+            and isinstance(placement, Shard)
             and isinstance(shape[placement.dim], torch.SymInt)
             and symbol in shape[placement.dim].node.expr.free_symbols
         )
@@ -301,7 +298,8 @@ def _counts(graph: OpGraph, node: fx.Node) -> bool:
         return False
     size: object = value.shape[0]
     counted_by = isinstance(size, torch.SymInt) and graph.batch.batch_symbol in size.node.expr.free_symbols
-    return op_name(node) == "arange" and counted_by
+    from_0 = (argument(node, "start", 0), argument(node, "step", 1)) == (0, 1)
+    return op_name(node) == "arange" and from_0 and counted_by
 
 
 def _behind(graph: OpGraph) -> set[fx.Node]:
