@@ -1,4 +1,4 @@
-"""What a value has to do with the samples of a batch, where the batch is cut into micro-batches.
+"""States of values: how each depends on the samples of a batch, where the batch is cut into micro-batches.
 
     Same       the same for every micro-batch: parameters, and what is made of them
     Samples    one part per sample along a dimension; ``joined``: several times all samples, one after the other
