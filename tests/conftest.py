@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import gc
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -106,3 +106,14 @@ def golden(request: pytest.FixtureRequest) -> Callable[[str, str], None]:
         assert text + "\n" == file.read_text()
 
     return check
+
+
+@pytest.fixture
+def two_ranks() -> Iterator[None]:
+    """A process group of two ranks, of which this process is the first; nothing is ever sent."""
+    import torch.distributed as dist
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    yield
+    dist.destroy_process_group()

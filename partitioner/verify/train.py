@@ -68,6 +68,7 @@ from passes.evaluate.dropout import random_ops, without_dropout
 from passes.graph.graph import OpGraph
 from passes.progress import report_phase
 from runtime.mesh.sharding import Block
+from runtime.ranks.alone import alone
 from runtime.ranks.launch import WorkerPool
 
 PROCESS_BYTES = 400 * 2**20
@@ -76,6 +77,7 @@ COPIES = 8
 """Copies of the parameters that a worker may hold at once: its models, state of three engines, what it tells."""
 
 
+@alone(threads=True)
 def verify_training(
     plan: PlanData,
     model: ModelOrTrace,

@@ -49,6 +49,7 @@ from passes.trace.loss.reduction import loss_weights, step_batch
 from passes.trace.watch import HOOKS_RUN
 from passes.trace.wrappers import unwrapped
 from runtime.ops.replay import Draws
+from runtime.ranks.alone import alone
 from runtime.ranks.launch import WorkerPool
 
 LEARNING_RATE = 1e-3
@@ -119,6 +120,7 @@ class VerifyReport(ShownInNotebooks):
             raise VerificationError("the partitioned model computes something else", because=self._lines())
 
 
+@alone(threads=True)
 def verify_plan(
     plan: PlanData,
     model: ModelOrTrace,

@@ -13,7 +13,7 @@ from runtime.ops.opaque import Opaque
 def unknown_costs(graph: OpGraph, costs: GraphCosts) -> list[str]:
     """Name the opaque parts that could not be run when they were costed, and the kernels whose FLOPs nobody counts."""
     guesses = [
-        f"the cost of {node.target.name} is a guess from its parameters and shapes: it could not be run alone"
+        f"the cost of {node.target.called} is a guess from its parameters and shapes: it could not be run alone"
         for node in graph.ops
         if isinstance(node.target, Opaque) and node.name in costs.estimated
     ]

@@ -54,6 +54,7 @@ from passes.trace.export import LossFunction
 from passes.trace.noted import Change
 from passes.trace.python_state import PythonState, unchanged
 from passes.trace.watch import NOT_RUN, torch_quiet
+from runtime.ranks.alone import alone
 
 log = logging.getLogger("partitioner")
 
@@ -72,6 +73,7 @@ NARROW = (TOLERANCES[torch.float16], TOLERANCES[torch.bfloat16])
 OFF = 'check="off" plans it all the same'
 
 
+@alone(threads=True)
 def check_fidelity(
     graph: OpGraph,
     model: nn.Module,

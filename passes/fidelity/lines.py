@@ -13,9 +13,9 @@ import torch
 from torch import nn
 
 from passes.graph.graph import OpGraph
-from passes.graph.user_code import OURS, TORCH
 from passes.trace.noted import Change
 from passes.trace.python_state import outside_libraries
+from runtime.user_code import OURS, TORCH
 
 _CLOCKS = ("time", "datetime", "secrets", "uuid")
 """Modules whose numbers nobody can set."""

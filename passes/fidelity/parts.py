@@ -27,12 +27,12 @@ from passes.fidelity.agree import close, tolerance
 from passes.fidelity.steps import Subject, eager_step, graph_step
 from passes.graph.graph import OpGraph
 from passes.graph.least_samples import least_samples
-from passes.graph.user_code import is_users
 from passes.shard.couplings import couplings
 from passes.trace.export import rebuild
 from passes.trace.loss.reduction import loss_weights, samples_in, step_batch
 from passes.trace.python_state import PythonState
 from runtime.segment.microbatch import microbatch_sizes
+from runtime.user_code import is_users
 
 
 def refuse_coupled_guess(graph: OpGraph, declared: Collection[str]) -> None:

@@ -19,10 +19,10 @@ from torch import Tensor, nn
 from passes.evaluate.dropout import DropoutOff
 from passes.fidelity.agree import Numbers
 from passes.graph.graph import OpGraph
-from passes.graph.user_code import caller
 from passes.trace.export import LossFunction, ModelWithLoss, writes_for_assignments
 from passes.trace.loss.reduction import step_batch, step_weights
 from passes.trace.watch import caching_off, training_mode
+from runtime.user_code import caller
 
 SEED = 20_240_229
 """Seed of torch's generators before each step."""

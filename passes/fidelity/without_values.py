@@ -13,7 +13,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
 from cost_models.errors import ModelError
-from passes.graph.user_code import TORCH, caller, is_users
+from runtime.user_code import TORCH, caller, is_users
 
 _COMPILER = os.path.join(TORCH, "_dynamo") + os.sep
 

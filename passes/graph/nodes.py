@@ -14,9 +14,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.node import map_aggregate
 from torch.fx.passes.shape_prop import TensorMetadata
 
-from passes.graph.user_code import line_in
 from runtime.segment.code import Dim
 from runtime.segment.recompute import writes_statistics
+from runtime.user_code import line_in
 
 _ORIGIN = ("nn_module_stack", "stack_trace", "module_path", "source")
 WRITES_UNDECLARED = frozenset({"aten::batch_norm", "aten::instance_norm"})

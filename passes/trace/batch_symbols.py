@@ -23,10 +23,10 @@ from torch._subclasses import FakeTensorMode
 from cost_models.errors import ModelError
 from passes.graph.graph import tensor_specs
 from passes.graph.nodes import is_size, symbolic
-from passes.graph.user_code import caller, innermost_module, is_users, users_frame
 from passes.trace.batch import BatchDims
 from passes.trace.opaque.refused import OPAQUE_ADVICE, PartError, blamed
 from runtime.segment.code import BatchSpec
+from runtime.user_code import caller, innermost_module, is_users, users_frame
 
 
 @dataclass(frozen=True)
@@ -143,7 +143,9 @@ def watch_fixed(model: nn.Module, mode: FakeTensorMode) -> Iterator[dict[str, st
 
 def lines_that_fix(lines: Mapping[str, str | None]) -> str:
     """Say what ``watch_fixed`` has found."""
-    return "".join(f", in {line}" + (f" of {module}" if module else "") for line, module in lines.items())
+    return "".join(
+        f", in {line}" + (f" of module {module!r}" if module else "") for line, module in lines.items()
+    )
 
 
 def check_guards(guards: Iterable[tuple[sympy.Basic, str]], symbol: sympy.Symbol) -> list[str]:

@@ -23,7 +23,6 @@ from cost_models.errors import InternalError, ModelError
 from passes.graph.graph import GraphInput, GraphOutput
 from passes.graph.nodes import where
 from passes.graph.sizes import are_canonical, canonical_sizes
-from passes.graph.user_code import line_in
 from passes.trace.export import OutputRecord
 from passes.trace.names import StateNames
 from passes.trace.normal.bags import simplify_bags
@@ -35,6 +34,7 @@ from passes.trace.opaque.refused import OPAQUE_ADVICE, PartError, blamed, withou
 from passes.trace.remake_views import remake_views
 from runtime.ops.opaque import Opaque
 from runtime.state.state_view import StateView
+from runtime.user_code import line_in
 
 _PREFIX = "model."
 _EXPORT_META = (

@@ -13,8 +13,8 @@ from typing import Any
 import sympy
 import torch
 
-from passes.graph.user_code import caller
 from passes.trace.noted import same
+from runtime.user_code import caller
 
 _QUIET = frozenset(
     {"seed", "getstate", "setstate", "get_state", "set_state", "get_bit_generator", "default_rng"}

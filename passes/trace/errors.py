@@ -10,8 +10,10 @@ from dataclasses import dataclass
 from torch import nn
 
 from cost_models.errors import ModelError
-from passes.graph.user_code import is_users
-from passes.trace.opaque.refused import LOSS, OPAQUE_ADVICE, PartError
+from passes.trace.opaque.refused import OPAQUE_ADVICE, PartError
+from runtime.ops.opaque_code import LOSS
+from runtime.ranks.alone import TRY, WHY
+from runtime.user_code import is_users
 
 _MESSAGE_CHARACTERS = 300
 _SYMBOL = re.compile(r"\bs\d+\b")
@@ -61,6 +63,7 @@ _KNOWN = (
             "trace (or partition) under torch.autocast instead of precision=Precision(compute=...)",
         ),
     ),
+    _Advice(("rocess group has not been initialized", "roup cannot be None"), WHY, (TRY,)),
 )
 _OTHER = _Advice(
     (),

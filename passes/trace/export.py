@@ -6,11 +6,13 @@ import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
 from torch._guards import TracingContext, tracing
 from torch._subclasses import FakeTensorMode
+from torch.distributed._functional_collectives import traceable_collective_remaps
 from torch.export import Dim, ExportedProgram
 
 from cost_models.errors import ModelError
@@ -278,7 +280,9 @@ def export(
 ) -> ExportedProgram:
     """Export with the dimensions in ``symbolic`` left open if the model's code leaves them open."""
     shapes = tuple(dict.fromkeys(sorted(symbolic[name]), Dim.AUTO) for name in leaves)
-    with tracing(TracingContext(fake_mode)), _no_autocast():
+    # A collective is to say that there is no group (``runtime.ranks.alone``), before torch puts another in its place.
+    collectives = mock.patch.dict(traceable_collective_remaps, clear=True)
+    with tracing(TracingContext(fake_mode)), _no_autocast(), collectives:
         program = torch.export.export(
             module, tuple(leaves.values()), dynamic_shapes=(shapes,) if shapes else None, strict=False
         )

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from cost_models.errors import ModelError
-from passes.graph.user_code import caller
+from runtime.user_code import caller
 
 _SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
 _GET_DATA = Tensor.data.__get__  # type: ignore[attr-defined]

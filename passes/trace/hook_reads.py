@@ -27,7 +27,7 @@ from torch import Tensor, nn
 
 from cost_models.errors import ModelError
 from passes.graph.nodes import storage_key
-from passes.graph.user_code import TORCH
+from runtime.user_code import TORCH
 
 _HARMLESS = ("shape", "dtype", "device", "ndim", "size", "numel", "dim", "is_cuda", "requires_grad")
 """Attributes of a tensor that training does not change."""

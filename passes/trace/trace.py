@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
@@ -43,6 +44,8 @@ from passes.trace.watch import (
 from passes.trace.wrappers import refuse_data_parallel, unwrapped
 from runtime.collector import collector_paused
 from runtime.ops.opaque import Opaque
+from runtime.ranks.alone import Line, alone
+from runtime.user_code import is_users
 
 __all__ = ["trace"]
 
@@ -106,6 +109,7 @@ def trace(
     notes, checkpointing = ([] if compiled is None else [compiled]), list[str]()
     whole = set[str]()  # the modules that turn out to be opaque
     with contextlib.ExitStack() as changes:
+        asked = changes.enter_context(alone())
         changes.enter_context(draws_restored())
         draws = changes.enter_context(watch_draws())
         changes.callback(PythonState.of({"": model}, values=False).restore)
@@ -126,7 +130,7 @@ def trace(
         )
         exported, spec, converted, remarks = trace_parts(subject, parts, batch_dims, state)
         whole.update(n.target.name for n in converted.module.graph.nodes if isinstance(n.target, Opaque))
-    notes += [*remarks, *draws.notes()]
+    notes += [*remarks, *draws.notes(), *_asked(asked)]
     notes += [
         f"forward changes the Python number {changed}; the traced graph keeps what its first call saw"
         for changed in exported.module.record.changed
@@ -169,6 +173,15 @@ def trace(
         refuse_mixed_types(graph)
     logger.info("traced %s: %d operations", model_name, len(graph))
     return graph
+
+
+def _asked(lines: Sequence[Line]) -> list[str]:
+    """Say that the user's code asked for a process group, and what was traced."""
+    places = dict.fromkeys(f"{Path(file).name}:{line}" for file, line in lines if is_users(file))
+    return [
+        f"forward asks for a process group in {place}: planned is what one process without one computes of the whole batch"
+        for place in places
+    ][:1]
 
 
 def _refuse_layouts(leaves: Mapping[str, Tensor]) -> None:

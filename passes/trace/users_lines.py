@@ -13,7 +13,7 @@ from unittest import mock
 
 from torch import fx
 
-from passes.graph.user_code import line_in, users_frame
+from runtime.user_code import line_in, users_frame
 
 
 @contextlib.contextmanager

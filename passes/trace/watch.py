@@ -23,8 +23,8 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from cost_models.precision import Precision
 from passes.graph.nodes import storage_key
-from passes.graph.user_code import caller, innermost_module
 from passes.trace.names import own_dtype_parameters
+from runtime.user_code import caller, innermost_module
 
 
 def export_fake_mode() -> FakeTensorMode:

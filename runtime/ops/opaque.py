@@ -12,22 +12,23 @@ model was traced: a size is a polynomial of the inputs' sizes.
 from __future__ import annotations
 
 import contextlib
-import copy
 import math
 import pickle
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field, replace
-from typing import Any, TypeAlias, cast
+from dataclasses import dataclass, replace
+from typing import Any, TypeAlias
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch._subclasses import FakeTensor
 from torch.utils import _pytree as pytree
 
 from cost_models.compute import OpClass
 from cost_models.errors import ModelError
+from runtime.ops.opaque_code import Code, called
 from runtime.ops.random import generators_of, seeded
+from runtime.ranks.alone import alone
 
 Mode: TypeAlias = Callable[[], AbstractContextManager[Any]]
 """A picklable maker of a context within which the code runs."""
@@ -113,69 +114,6 @@ class Measured:
 
 
 @dataclass(frozen=True, eq=False)
-class Code:
-    """The user's code. ``state``: all names of each parameter and buffer of a module, in the order of the arguments.
-
-    A module runs as a copy of ``target``: what it keeps in itself while it runs (caches, hooks that its first call
-    installs) stays in this process, and other processes get it as it was when the model was traced.
-    """
-
-    target: Any
-    state: tuple[tuple[str, ...], ...] = ()
-    _running: Any = field(init=False, repr=False)
-
-    def __post_init__(self) -> None:
-        running = copy.deepcopy(self.target) if isinstance(self.target, nn.Module) else self.target
-        object.__setattr__(self, "_running", running)
-
-    def call(self, state: Sequence[Tensor], args: Any, kwargs: Any) -> tuple[Any, list[Tensor]]:
-        """Return what the code returns, and the tensors that stand in the places of ``state`` afterwards."""
-        if not isinstance(self._running, nn.Module):
-            function: Any = self._running
-            if isinstance(function, type):
-                function = cast("Any", function).apply
-            return function(*args, **kwargs), list(state)
-        with self.holding(state) as tables:
-            output = self._running(*args, **kwargs)
-            return output, [table[name] for table, name in tables]
-
-    def holding(self, state: Sequence[Tensor]) -> AbstractContextManager[list[tuple[dict[str, Any], str]]]:
-        """Put ``state`` into its places in a module."""
-        if not isinstance(self._running, nn.Module):
-            return contextlib.nullcontext([])
-        return _holding(self._running, self.state, state)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return Code, (self.target, self.state)
-
-
-@contextlib.contextmanager
-def _holding(
-    module: nn.Module, names: Sequence[tuple[str, ...]], tensors: Sequence[Tensor]
-) -> Iterator[list[tuple[dict[str, Any], str]]]:
-    """Put ``tensors`` into the places ``names``; yields the first place of each, as (table of a module, name in it)."""
-    places: list[tuple[dict[str, Any], str]] = []
-    undo: list[tuple[dict[str, Any], str, Any]] = []
-    try:
-        for own, tensor in zip(names, tensors, strict=True):
-            found = []
-            for name in own:
-                path, _, attribute = name.rpartition(".")
-                owner = module.get_submodule(path)
-                table: dict[str, Any] = (
-                    owner._parameters if attribute in owner._parameters else cast("Any", owner._buffers)
-                )
-                undo.append((table, attribute, table[attribute]))
-                table[attribute] = tensor
-                found.append((table, attribute))
-            places.append(found[0])
-        yield places
-    finally:
-        for table, attribute, before in reversed(undo):
-            table[attribute] = before
-
-
-@dataclass(frozen=True, eq=False)
 class Opaque:
     """One part of the model, called with flat tensors: inputs, then its code's state.
 
@@ -204,7 +142,7 @@ class Opaque:
     modes: tuple[Mode, ...] = ()
     """Contexts around the code, in forward and in backward."""
     own_backward: bool = False
-    """True if it has a backward of the user's own and state, which that may read from the module: it is there then."""
+    """True if a backward of the user's own is inside it: what that may read from the module is there then."""
     draws_backward: bool = False
     """True if its backward may draw random numbers: from a seed that forward draws, alike on every copy."""
 
@@ -216,6 +154,11 @@ class Opaque:
 
     def __str__(self) -> str:
         return f"opaque({self.name})"
+
+    @property
+    def called(self) -> str:
+        """The part's name in a sentence."""
+        return called(self.name, self.code.target)
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Opaque) and self.identity == other.identity
@@ -282,8 +225,8 @@ class Opaque:
                 output, state = self.code.call(tensors[first:], args, kwargs)
         except Exception as error:
             error.add_note(
-                f"This is the opaque part {self.name} ({self.source}). Its code came here without having been constructed "
-                "here: what reads a global table that only its constructor fills fails in other processes."
+                f"This is the opaque part {self.called} ({self.source}). Its code came here without having been "
+                "constructed here: what reads a global table that only its constructor fills fails in other processes."
             )
             raise
         return output, [*tensors[:first], *state]
@@ -306,7 +249,7 @@ class Opaque:
         found = [(tuple(result.shape), result.dtype) for result in results]
         if expected != found:
             raise ModelError(
-                f"the opaque part {self.name} returned other tensors than when it was traced",
+                f"the opaque part {self.called} returned other tensors than when it was traced",
                 [f"it returned {found}, traced were {expected} ({self.source})"],
                 [
                     "return tensors whose sizes follow from the inputs' sizes",
@@ -340,7 +283,7 @@ class _Apart(torch.autograd.Function):
         generators = generators_of(gradients[0].device)
         drawing = contextlib.nullcontext() if ctx.seed is None else seeded(generators, ctx.seed)
         state = ctx.leaves[len(ctx.leaves) - len(ctx.opaque.code.state) :]
-        with ctx.opaque._modes(), drawing, ctx.opaque.code.holding(state):
+        with alone(), ctx.opaque._modes(), drawing, ctx.opaque.code.holding(state):
             found = torch.autograd.grad(
                 [r for r, _ in given], trained, [g for _, g in given], allow_unused=True
             )
@@ -373,7 +316,7 @@ def refuse_unportable(opaque: Opaque) -> None:
         pickle.dumps(opaque)
     except Exception as error:
         raise ModelError(
-            f"the opaque part {opaque.name} cannot go to another process",
+            f"the opaque part {opaque.called} cannot go to another process",
             [
                 f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'no message'} ({opaque.source})"
             ],

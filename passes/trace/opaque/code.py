@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from passes.trace.opaque.sizes import UnfitError
-from runtime.ops.opaque import Code
+from runtime.ops.opaque_code import Code
 
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.layout, type)

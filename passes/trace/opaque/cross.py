@@ -17,7 +17,6 @@ from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
 from passes.graph.nodes import is_size
-from passes.graph.user_code import innermost_module
 from passes.trace.opaque.code import (
     Part,
     checked_argument,
@@ -29,9 +28,12 @@ from passes.trace.opaque.code import (
 )
 from passes.trace.opaque.mark import ACTIVE
 from passes.trace.opaque.open_sizes import OpenSizes, described, open_sizes
-from passes.trace.opaque.refused import LOSS, PartError, refuse_inner_gradients
+from passes.trace.opaque.refused import PartError, refuse_inner_gradients
 from passes.trace.opaque.sizes import Observed, Point, UnfitError, apart, applied, observe_fake, points
 from runtime.ops.opaque import Baked, Opaque, Result, Size, Slot, Tree
+from runtime.ops.opaque_code import LOSS, called
+from runtime.ranks.alone import NoGroupError
+from runtime.user_code import innermost_module
 
 _CALLS: dict[str, Opaque] = {}
 """The op of each call in the traces that are under way, by the key in its node."""
@@ -232,7 +234,7 @@ class Crossing:
             results=tuple(results),
             written=seen.written,
             random=seen.random,
-            own_backward=seen.own_backward and bool(part.code.state),
+            own_backward=seen.own_backward and not isinstance(part.code.target, type),
             draws_backward=seen.draws_backward,
             measured=measured,
         )
@@ -254,11 +256,13 @@ class Crossing:
             opaque = on(way)
             try:
                 seen = {p: observe_fake(opaque, way.shapes(given, p), given) for p in points(way.base)}
+            except NoGroupError:  # real tensors would not help
+                raise
             except Exception as error:  # noqa: BLE001 - the user's code may raise anything on fake tensors
                 failure = error
             else:
                 return opaque, way, seen
-        raise NeedsSamplesError(opaque.name, failure) from failure
+        raise NeedsSamplesError(opaque.name, opaque.called, failure) from failure
 
 
 def _real_runs(runs: Sequence[Observed], given: Sequence[Tensor], base: Point) -> dict[Point, Observed]:
@@ -274,11 +278,14 @@ def _real_runs(runs: Sequence[Observed], given: Sequence[Tensor], base: Point) -
 
 
 class NeedsSamplesError(Exception):
-    """Raised where a part runs on real tensors only, and none are there: ``name``, and why it did not run on fake ones."""
+    """Raised where a part runs on real tensors only, and none are there.
 
-    def __init__(self, name: str, error: BaseException) -> None:
+    ``name``, ``called``: the part's, and in a sentence. ``error``: why it did not run on fake ones.
+    """
+
+    def __init__(self, name: str, called: str, error: BaseException) -> None:
         super().__init__(name)
-        self.name, self.error = name, error
+        self.name, self.called, self.error = name, called, error
 
 
 def _unfit(name: str, why: str, model: nn.Module, inside: str | None) -> PartError:
@@ -286,7 +293,7 @@ def _unfit(name: str, why: str, model: nn.Module, inside: str | None) -> PartErr
     if inside is None and name != LOSS:
         larger = [LOSS]
     return PartError(
-        f"{name} cannot run as one opaque op",
+        f"{called(name, dict(model.named_modules()).get(name))} cannot run as one opaque op",
         [why],
         ["opaque=[a larger module] keeps what is inside it out of the plan"],
         larger,

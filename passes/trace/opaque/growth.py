@@ -13,7 +13,8 @@ from unittest import mock
 from torch import fx
 
 from passes.trace.opaque.mark import ACTIVE
-from passes.trace.opaque.refused import LOSS, PartError
+from passes.trace.opaque.refused import PartError
+from runtime.ops.opaque_code import LOSS
 
 logger = logging.getLogger("partitioner")
 
@@ -56,9 +57,10 @@ def watch_growth(model_name: str) -> Iterator[None]:
 
 
 def _grown(path: str) -> PartError:
+    place = f"module {path!r}" if path not in ("", LOSS) else path or "forward"
     return PartError(
         "a loop of the model unrolls without end",
-        [f"{path or 'forward'} adds more than {MOST_NODES:,} operations to the graph"],
+        [f"{place} adds more than {MOST_NODES:,} operations to the graph"],
         [
             "write the loop over positions as one operation (cumsum, convolution, scan kernels)",
             f"opaque=[{path!r}] runs it whole, as one op"

@@ -13,9 +13,10 @@ from torch import nn
 from cost_models.errors import ModelError, UsageError
 from passes.trace.opaque.cross import Crossing
 from passes.trace.opaque.mark import is_marked
-from passes.trace.opaque.refused import LOSS, OPAQUE_ADVICE, PartError, without_slices
+from passes.trace.opaque.refused import OPAQUE_ADVICE, PartError, without_slices
 from passes.trace.opaque.sizes import Observed
 from runtime.ops.opaque import Opaque
+from runtime.ops.opaque_code import LOSS, called
 
 logger = logging.getLogger("partitioner")
 
@@ -75,7 +76,7 @@ class Parts:
         if not more:
             raise error
         for path, why in more.items():
-            logger.info("%s becomes one opaque op: %s", path, why)
+            logger.info("%s becomes one opaque op: %s", self._called(path), why)
         return replace(self, why=_outermost({**self.why, **more}), errors=errors)
 
     def refuse(self, name: str, error: ModelError) -> NoReturn:
@@ -83,7 +84,7 @@ class Parts:
         first = self.errors.get(name)
         if first is None:
             raise error
-        also = f"{name} cannot run as one opaque op: {error.because[-1] if error.because else error.what}"
+        also = f"{self._called(name)} cannot run as one opaque op: {error.because[-1] if error.because else error.what}"
         ways = dict.fromkeys((*error.suggestions[:1], *first.suggestions))
         ways.pop(OPAQUE_ADVICE, None)  # it is one already
         raise ModelError(first.what, [*first.because, also], list(ways)) from error
@@ -95,13 +96,16 @@ class Parts:
             function = "a custom autograd.Function" if isinstance(opaque.code.target, type) else "decorated"
             why = self.why.get(opaque.name, function)
             names = named.setdefault((opaque.source, why), [])
-            if opaque.name not in names:
-                names.append(opaque.name)
+            if opaque.called not in names:
+                names.append(opaque.called)
         return [
             f"{names[0]}{f' (and {len(names) - 1} more)' if len(names) > 1 else ''} runs whole, its own code as one "
             f"opaque op ({source}): {why}"
             for (source, why), names in named.items()
         ]
+
+    def _called(self, name: str) -> str:
+        return called(name, dict(self.model.named_modules()).get(name))
 
     def _has_forward(self, path: str) -> bool:
         """Tell whether the module at ``path`` is called: containers are only read."""

@@ -14,11 +14,9 @@ import torch
 from torch import fx, nn
 
 from cost_models.errors import ModelError
-from passes.graph.user_code import caller, innermost_module
 from passes.trace.opaque.mark import ACTIVE
-
-LOSS = "the loss function"
-"""The name of the part that is the loss function, where modules have paths."""
+from runtime.ops.opaque_code import LOSS
+from runtime.user_code import caller, innermost_module
 
 _SLICE = re.compile(r"(?P<container>[\w.]+)\.slice\((?P<limits>[^)]*)\)\.(?P<index>\d+)(?P<rest>.*)")
 

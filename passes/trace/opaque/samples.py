@@ -19,17 +19,17 @@ from torch.utils import _pytree as pytree
 
 from cost_models.errors import ModelError
 from passes.costs.opaque import measure
-from passes.graph.user_code import innermost_module
 from passes.trace.batch import BatchDims, forward_arguments, map_tensors
 from passes.trace.export import cast_floating
 from passes.trace.opaque.code import Part, of_function, state_of
 from passes.trace.opaque.cross import Crossing, NeedsSamplesError
 from passes.trace.opaque.mark import ACTIVE
 from passes.trace.opaque.parts import Parts
-from passes.trace.opaque.refused import LOSS
 from passes.trace.opaque.sizes import Observed, apart, applied, observe_real
 from passes.trace.python_state import unchanged
 from runtime.ops.opaque import Baked, Opaque, Slot, Tree
+from runtime.ops.opaque_code import LOSS
+from runtime.user_code import innermost_module
 
 logger = logging.getLogger("partitioner")
 
@@ -56,7 +56,7 @@ def samples_of(
     if meta or needed.name in parts.samples:
         because = [why, *([f"{meta[0]} has no values: it is on the meta device"] if meta else [])]
         unknown = ModelError(
-            f"nobody can tell what {needed.name} returns",
+            f"nobody can tell what {needed.called} returns",
             because,
             ["plan with a model that has weights: then the part is run", "write it in tensor operations"],
         )
@@ -70,7 +70,7 @@ def samples_of(
     except Exception as error:  # noqa: BLE001 - the user's code may raise anything
         lines = str(error).splitlines() or ["no message"]
         failed = ModelError(
-            f"nobody can tell what {needed.name} returns",
+            f"nobody can tell what {needed.called} returns",
             [why, f"the model itself, run on example_inputs, ends with {type(error).__name__}: {lines[0]}"],
             ["call the model on example_inputs yourself: if that fails too, the inputs do not fit it"],
         )

@@ -24,6 +24,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from runtime.ops.opaque import Measured, Opaque, Size, no_compile
+from runtime.ranks.alone import alone
 
 T = TypeVar("T")
 
@@ -110,6 +111,7 @@ def apart(function: Callable[[], T]) -> T:
         try:
             # An export replaces methods of all modules, a trace of ours that of all Functions: here they are torch's own.
             with (
+                alone(),
                 mock.patch.object(torch.autograd.Function, "apply", APPLY),
                 mock.patch.object(nn.Module, "__call__", _CALL),
                 mock.patch.object(nn.Module, "__getattr__", _GETATTR),

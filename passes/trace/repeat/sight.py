@@ -25,12 +25,12 @@ from torch.nn.modules import module as torch_modules
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
-from passes.graph.user_code import OURS, TORCH
 from passes.trace.draws import states_of_generators
 from passes.trace.held_parameters import HeldParameters
 from passes.trace.noted import same
 from passes.trace.python_state import names_in
 from passes.trace.repeat.values import UNREAD, Describer, Description, Same, UnknownError, tensor_words
+from runtime.user_code import OURS, TORCH
 
 _STANDARD = sysconfig.get_paths()["stdlib"]
 _SITE = "site-packages"

@@ -66,7 +66,7 @@ def test_code_that_export_cannot_see_through() -> None:
 def test_inside_a_larger_model_such_code_is_one_opaque_op(part: nn.Module) -> None:
     graph = trace(inside(part), torch.randn(2, 4), loss_fn=mean_loss)
     (note,) = (note for note in graph.notes if "opaque op" in note)
-    assert note.startswith("1.0 runs whole")
+    assert note.startswith(f"module '1.0' ({type(part).__name__}) runs whole")
     assert "test_errors.py:" in note
 
 

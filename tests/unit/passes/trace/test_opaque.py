@@ -219,7 +219,7 @@ def test_a_part_without_values_says_which_tensor_has_none() -> None:
     with pytest.raises(ModelError) as caught:
         traced(model)
     assert caught.value.because[-1] == (
-        "1 cannot run as one opaque op: 1.linear.weight has no values: it is on the meta device"
+        "module '1' (Branching) cannot run as one opaque op: 1.linear.weight has no values: it is on the meta device"
     )
     assert caught.value.suggestions[0] == "plan with a model that has weights: then the part is run"
 
@@ -228,7 +228,9 @@ def test_it_is_named_with_reason_and_line_and_travels_to_other_processes() -> No
     graph = traced(net(Branching(), 6))
     (part,) = parts(graph)
     (note,) = (note for note in graph.notes if "opaque op" in note)
-    assert note.startswith(f"1 runs whole, its own code as one opaque op ({part.source})")
+    assert note.startswith(
+        f"module '1' (Branching) runs whole, its own code as one opaque op ({part.source})"
+    )
     assert "made.abs().sum() > 0.001" in note
     again = pickle.loads(pickle.dumps(part))  # noqa: S301 - as workers get it, from this process
     assert again == part

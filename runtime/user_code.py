@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 TORCH = str(Path(torch.__file__).parent) + os.sep
-_ROOT = Path(__file__).parents[2]
+_ROOT = Path(__file__).parents[1]
 OURS = tuple(str(_ROOT / room) + os.sep for room in ("passes", "partitioner", "runtime", "cost_models"))
 _NOT_THEIRS = (TORCH, *OURS, contextlib.__file__, "torch/", "<")
 """Beginnings of file names; export writes some of torch's relative, and code that torch makes is in no file."""
