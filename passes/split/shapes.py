@@ -28,7 +28,7 @@ PARTING = (
     aten.tensor_split.sections,
     aten.tensor_split.indices,
 )
-_JOINING = (aten.cat.default, aten.concat.default)
+_JOINING = (aten.cat.default,)
 
 
 def chosen(values: Values, node: fx.Node) -> Made | None:

@@ -37,6 +37,11 @@ def _index(node: fx.Node) -> tuple[Choice, ...]:
     """Shard x[i, :, j]: indices broadcast; their dimensions stand where the first index is, or in front if not adjacent."""
     given = argument(node, "indices")
     rank = len(operands_shapes(node)[0])
+    if _fills_by_mask(node):
+        masked = len(operands_shapes(node)[1])
+        inside = tuple(f"d{d}" for d in range(rank))
+        value = Term((None,) * len(operands_shapes(node)[2]), added=True)
+        return from_terms(node, [Term(inside, added=True), Term(inside[:masked]), value], [Term(inside)])
     at = [d for d, index in enumerate(given) if index is not None]
     if not at or any(
         index.meta["val"].dtype in (torch.bool, torch.uint8) for index in given if index is not None
@@ -60,6 +65,18 @@ def _index(node: fx.Node) -> tuple[Choice, ...]:
     indices = [Term(tuple(x if x in spread else None for x in index.dims)) for index in indices]
     return from_terms(
         node, [Term(tuple(letters), added=True), *indices, Term(put, added=True)], [Term(tuple(letters))]
+    )
+
+
+def _fills_by_mask(node: fx.Node) -> bool:
+    """Tell whether the op is x[mask] = number: what is written where does not depend on how much of the mask is true."""
+    given = argument(node, "indices")
+    return (
+        node.target is aten.index_put.default
+        and len(given) == 1
+        and given[0].meta["val"].dtype == torch.bool
+        and not _adds(node)
+        and set(operands_shapes(node)[-1]) <= {1}
     )
 
 

@@ -12,7 +12,7 @@ from torch import fx
 
 from passes.graph.nodes import argument, tensors_of
 from passes.graph.recomputed import draws_random_numbers
-from passes.shard.rules.notation import Rule, Term, from_terms, from_text
+from passes.shard.rules.notation import Rule, Term, from_terms, from_text, notation
 from passes.shard.rules.shapes import operand, operand_names, operands_shapes
 from passes.shard.words import Choice
 
@@ -75,11 +75,9 @@ _MARKS: Mapping[object, Marks | Callable[[fx.Node], Marks]] = {
     **dict.fromkeys((aten.neg.default, aten.clone.default, aten.deg2rad.default), _LINEAR),
     aten.mul.Tensor: _PRODUCT,
     aten.mul.Scalar: _LINEAR,
-    aten.multiply.Tensor: _PRODUCT,
     aten.div.Tensor: _LINEAR,
     aten.div.Scalar: _LINEAR,
     aten.div.Tensor_mode: _divided,
-    aten.true_divide.Tensor: _LINEAR,
     aten.add.Tensor: _sum_of_tensors,
     aten.sub.Tensor: _sum_of_tensors,
     aten.rsub.Tensor: _sum_of_tensors,
@@ -158,10 +156,16 @@ RULES: Mapping[object, Rule] = {
             aten.fill.Scalar,
             aten.fill.Tensor,
             aten.selu.default,
+            aten.hardswish.default,
+            aten.log_sigmoid.default,
+            aten.floor_divide.default,
+            aten.polar.default,
         ),
         _plain,
     ),
     aten.prelu.default: _prelu,
+    aten.view_as_complex.default: notation("self'[b* .] -> [b*]"),
+    aten.view_as_real.default: notation("self'[b*] -> [b* .]"),
     aten.where.ScalarOther: _where_scalar,
     aten.where.ScalarSelf: _where_scalar,
     aten.dropout.default: _dropout,

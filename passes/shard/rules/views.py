@@ -252,7 +252,6 @@ RULES: Mapping[object, Rule] = {
     aten.flip.default: _kept("dims"),
     aten.roll.default: _kept("dims"),
     aten.cat.default: _cat,
-    aten.concat.default: _cat,
     aten.stack.default: _stack,
     aten.select_scatter.default: _scattered,
     aten.slice_scatter.default: _scattered,

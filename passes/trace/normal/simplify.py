@@ -3,6 +3,7 @@
     wrap_with_set_grad_enabled(False, body, x)   →  body's ops, detached (passes.trace.normal.gradients)
     wrap_with_autocast("cpu", bf16, True, body)  →  body's ops with explicit ``to(bfloat16)`` (passes.trace.normal.autocast)
     _assert_scalar, _assert_tensor_metadata      →  gone, with the comparisons that only they read
+    x.multiply(y) ; concatenate([x, y])          →  x.mul(y) ; cat([x, y]): one name for an op
     x.type_as(y) ; x.to(y)                       →  x.to(bf16): of y only the type is asked, which is known
     x[:, :] ; x.to(x.dtype) ; lift_fresh_copy    →  x
     x.transpose(1, 2).view(4, -1)                →  x.transpose(1, 2).reshape(4, -1)
@@ -25,6 +26,7 @@ from passes.graph.nodes import (
     argument,
     drop_dead_code,
     new_module,
+    op_name,
     recorded_requires_grad,
     reshaping,
     storage_key,
@@ -75,6 +77,7 @@ class _Modes:
 def simplify(gm: fx.GraphModule) -> fx.GraphModule:
     """Make a new module without higher-order ops, asserts, no-ops and dead code; ``gm`` is left as it is."""
     graph = _inline(gm)
+    _use_one_name(graph)
     _name_types(graph)
     _drop_no_ops(graph)
     _accept_other_orders(graph)
@@ -196,6 +199,30 @@ def _is_assert(node: fx.Node) -> bool:
     if isinstance(node.target, torch._ops.OpOverload):
         return node.target._schema.name in _ASSERTS
     return node.target is torch._check
+
+
+# --------------------------------------------------------------------------------------------------
+# Second names of ops
+
+_NAMES = {
+    **{"multiply": "mul", "divide": "div", "true_divide": "div", "subtract": "sub", "negative": "neg"},
+    **{"absolute": "abs", "concat": "cat", "concatenate": "cat", "special_expit": "sigmoid"},
+    "special_erf": "erf",
+    **{"special_exp2": "exp2", "special_expm1": "expm1", "special_log1p": "log1p", "not_equal": "ne"},
+    **{"greater": "gt", "greater_equal": "ge", "less": "lt", "less_equal": "le"},
+}
+"""Names that ATen has twice, under which passes would not know the op."""
+
+
+def _use_one_name(graph: fx.Graph) -> None:
+    """Call ops that ATen has under two names, in place or not, by the one that all passes know; in place."""
+    for node in graph.nodes:
+        if isinstance(node.target, torch._ops.OpOverload) and node.target.namespace == "aten":
+            name = op_name(node)
+            plain = _NAMES.get(name.removesuffix("_"))
+            if plain is not None:
+                packet = getattr(aten, f"{plain}_" if name.endswith("_") else plain)
+                node.target = getattr(packet, node.target._overloadname)
 
 
 # --------------------------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from cost_models.errors import ModelError
-from passes.trace.normal.simplify import simplify
+from passes.trace.normal.simplify import _NAMES, simplify
 from tests.support import toy_models as models
 from tests.support.rewritten_graphs import difference, eager, export, lowered, run, shuffled_order
 
@@ -36,6 +36,36 @@ def test_noise_goes_and_projections_stay() -> None:
     gm = simplify(export(Noise(), {"x": torch.randn(3, 4)}).graph)
     assert targets(gm) == [aten.max.dim, operator.getitem, aten.mul.Tensor, aten.sum.default, aten.add.Tensor]
     gm.graph.lint()
+
+
+def test_second_names_are_those_of_the_same_op() -> None:
+    for second, first in _NAMES.items():
+        for packet in (second, f"{second}_"):
+            for name in getattr(aten, packet).overloads() if hasattr(aten, packet) else ():
+                if "out" in name.lower() or "names" in name.lower() or "Dimname" in name:
+                    continue
+                schema = getattr(getattr(aten, packet), name)._schema
+                same = getattr(getattr(aten, packet.replace(second, first)), name)._schema
+                assert str(schema).partition("(")[2] == str(same).partition("(")[2], schema
+
+
+class SecondNames(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = torch.concatenate([x.multiply(self.weight), x.absolute()], 1).negative()
+        return torch.true_divide(torch.special.expit(y.subtract_(0.5)), 2.0).sum()
+
+
+def test_an_op_of_two_names_is_called_by_one() -> None:
+    inputs = {"x": torch.randn(3, 4)}
+    program = export(SecondNames(), inputs)
+    gm, _ = lowered(program)
+    names = [target._schema.name.removeprefix("aten::") for target in targets(gm)]
+    assert names == ["mul", "abs", "cat", "neg", "sub", "sigmoid", "div", "sum"]
+    assert difference(run(program, gm, inputs), eager(program.model, inputs, lambda loss: loss)) == 0
 
 
 class TypesOfOthers(nn.Module):
