@@ -13,7 +13,7 @@ from passes.shard.rules.notation import R, Rule, Term, from_terms, from_text
 from passes.shard.rules.pointwise import elementwise
 from passes.shard.rules.producers import replicated
 from passes.shard.rules.reductions import MEAN
-from passes.shard.rules.shapes import operand, operands_shapes
+from passes.shard.rules.shapes import operand, operand_names, operands_shapes
 from passes.shard.words import Choice, Need, operands
 
 aten = torch.ops.aten
@@ -77,6 +77,27 @@ def _elementwise_loss(node: fx.Node) -> tuple[Choice, ...]:
     return from_terms(node, terms, [Term(())], local=local)
 
 
+def _by_rows(operands_text: str) -> Rule:
+    """Shard losses of rows b*, whose last dimension is inside: a number per row, then perhaps their sum or mean."""
+
+    def rule(node: fx.Node) -> tuple[Choice, ...]:
+        shapes = dict(zip(operand_names(node), operands_shapes(node), strict=True))
+        whole = [name for name in shapes if f"{name}[b* .]" in operands_text]
+        rows = {s[:-1] if name in whole else s for name, s in shapes.items() if name != "weight"}
+        if len(rows) > 1:
+            return replicated(node)  # they broadcast
+        reduction = argument(node, "reduction", AVERAGE)
+        local = {f"b{d}": MEAN for d in range(len(rows.pop()))} if reduction == AVERAGE else {}
+        return from_text(node, f"{operands_text} -> [{'b*' if reduction == NONE else ''}]", local=local)
+
+    return rule
+
+
+def _elementwise_of_equals(node: fx.Node) -> tuple[Choice, ...]:
+    """Shard the same of three operands, if none broadcasts."""
+    return _elementwise_loss(node) if len(set(operands_shapes(node))) == 1 else replicated(node)
+
+
 RULES: Mapping[object, Rule] = {
     aten.cross_entropy_loss.default: _cross_entropy,
     aten.nll_loss.default: _nll,
@@ -92,7 +113,15 @@ RULES: Mapping[object, Rule] = {
             aten.binary_cross_entropy_with_logits.default,
             aten.kl_div.default,
             aten.soft_margin_loss.default,
+            aten.hinge_embedding_loss.default,
         ),
         _elementwise_loss,
     ),
+    **dict.fromkeys(
+        (aten.margin_ranking_loss.default, aten.poisson_nll_loss.default), _elementwise_of_equals
+    ),
+    aten.triplet_margin_loss.default: _by_rows("anchor[b* .] positive[b* .] negative[b* .]"),
+    aten.cosine_embedding_loss.default: _by_rows("input1[b* .] input2[b* .] target[b*]"),
+    aten.multi_margin_loss.default: _by_rows("self[b* .] target[b*] weight[.]"),
+    aten.multilabel_margin_loss.default: _by_rows("self[b* .] target[b* .]"),
 }

@@ -167,6 +167,23 @@ def rare_lookups(d: Draw) -> Case:
     )
 
 
+def rare_losses(d: Draw) -> Case:
+    shape, reduction = d.sizes(1, 3), d.one_of(0, 1, 2)
+    x, y, signs = d.tensor(*shape), d.tensor(*shape), d.tensor(*shape).sign()
+    b, c = d.size(), d.size()
+    rows, labels = [d.tensor(b, c) for _ in range(3)], d.ints(c, b)
+    weight = d.one_of(None, torch.rand(c, dtype=torch.float64))
+    return d.one_of(
+        (aten.hinge_embedding_loss.default, x, signs, 1.0, reduction),
+        (aten.poisson_nll_loss.default, x, y.abs(), True, False, 1e-8, reduction),
+        (aten.margin_ranking_loss.default, x, y, signs, 0.1, reduction),
+        (aten.triplet_margin_loss.default, *rows, 1.0, 2.0, 1e-6, False, reduction),
+        (aten.cosine_embedding_loss.default, *rows[:2], rows[2][:, 0].sign(), 0.1, reduction),
+        (aten.multi_margin_loss.default, rows[0], labels, 1, 1.0, weight, reduction),
+        (aten.multilabel_margin_loss.default, rows[0], d.ints(c, b, c), reduction),
+    )
+
+
 def bags(d: Draw) -> Case:
     """Fixed bags and bags by offsets, one of them empty; of a padded row, which counts nowhere."""
     rows, width, mode = d.size(), d.size(), d.one_of(0, 1, 2)
@@ -200,7 +217,7 @@ def rare_producers(d: Draw) -> Case:
 RARE: Mapping[str, Callable[[Draw], Case]] = {
     function.__name__: function
     for function in (
-        rare_products, rare_elementwise, rare_reductions, rare_views, rare_images, rare_lookups, bags,
+        rare_products, rare_elementwise, rare_reductions, rare_views, rare_images, rare_lookups, rare_losses, bags,
         rare_producers,
     )
 }  # fmt: skip

@@ -34,6 +34,7 @@ WITHOUT_GRADIENT = {
     (aten.cross_entropy_loss.default, "target"),
     (aten.nll_loss_nd.default, "weight"),
     (aten.soft_margin_loss.default, "target"),
+    (aten.multi_margin_loss.default, "weight"),
     (aten.binary_cross_entropy_with_logits.default, "weight"),
     (aten.binary_cross_entropy_with_logits.default, "pos_weight"),
 }
