@@ -18,6 +18,7 @@ from cost_models.errors import UsageError
 from passes.costs.costs import GraphCosts
 from passes.graph.graph import OpGraph
 from passes.search.free.tuning import DEFAULT, FreeTuning
+from passes.shard.words import operands
 from passes.split.families import Family, families
 from passes.split.split import Split, split_neurons
 
@@ -96,7 +97,8 @@ def automatic_families(
 ) -> tuple[tuple[Family, ...], ...]:
     """Choose sets of families: those too large for a device's fair share; and all that are worth it, if those are more.
 
-    Empty where the graph would have too many ops, or there are too many devices.
+    Both with those whose weights and gradients no device can hold: tables, which compute next to nothing. Empty where the
+    graph would have too many ops, or there are too many devices.
     """
     count = cluster.world_size
     if not 1 < count <= tuning.most_block_devices or len(graph) > tuning.most_split_ops:
@@ -104,8 +106,13 @@ def automatic_families(
     known = [family for family in families(graph) if family.units > 1]
     table = costs.at(graph.example_batch_size)  # as families' FLOPs are counted
     work = max(sum(family.flops for family in known), float(np.sum(table.forward_flops)))
-    large = tuple(family for family in known if family.flops > tuning.large_family * work / count)
-    worth = tuple(family for family in known if family.flops > tuning.worth_family * work)
+    room = max(device.memory_bytes for device in cluster.devices)
+    heavy = {family.name for family in known if 2 * _weight_bytes(graph, family) > room}
+
+    def above(flops: float) -> tuple[Family, ...]:
+        return tuple(family for family in known if family.flops > flops or family.name in heavy)
+
+    large, worth = above(tuning.large_family * work / count), above(tuning.worth_family * work)
     return tuple(
         chosen
         for chosen in dict.fromkeys((large, worth))
@@ -113,6 +120,13 @@ def automatic_families(
         and len(graph) + sum(len(family.ops) for family in chosen) * count * tuning.ops_per_block
         <= tuning.most_split_ops
     )
+
+
+def _weight_bytes(graph: OpGraph, family: Family) -> int:
+    """Sum the bytes of the parameters that a family's seeds read."""
+    read = {source.name for op in family.ops for source in operands(graph.nodes[op])}
+    specs = (graph.parameters[i.name] for i in graph.inputs if i.kind == "parameter" and i.node in read)
+    return sum(spec.elements * spec.dtype.itemsize for spec in specs)
 
 
 def proportional(units: int, shares: Sequence[float]) -> tuple[int, ...]:

@@ -103,6 +103,21 @@ def test_families_are_large_whatever_the_batch(graph: OpGraph) -> None:
     assert {"linear", "linear_2"} <= {op for family in large for op in family.ops}
 
 
+@pytest.mark.parametrize(("memory", "split"), [(2**22, False), (3 * 2**19, True)])
+def test_a_table_that_no_device_holds_is_split(memory: int, split: bool) -> None:
+    """A table of 1 MiB, of which next to nothing is computed."""
+    layers = nn.EmbeddingBag(2**14, 16, mode="sum"), nn.Linear(16, 256), nn.Linear(256, 256)
+    graph = trace(
+        nn.Sequential(*layers),
+        (torch.zeros(4, 3, dtype=torch.long),),
+        loss_fn=lambda out, batch: out.square().mean(),
+    )
+    machine = ClusterSpec.local(2, memory=memory)
+    chosen = automatic_families(graph, costs_of(graph, machine), machine)
+    assert chosen
+    assert [("embedding_bag",) in [f.ops for f in families] for families in chosen] == [split] * len(chosen)
+
+
 def test_free_messages_are_worth_all_devices(graph: OpGraph) -> None:
     best = ranked(graph, cluster())[0]
     assert set(best.ranks) == {0, 1, 2, 3}
