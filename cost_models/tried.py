@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version
 
 TRIED: Mapping[str, tuple[str, str]] = {
-    "Python": ("3.11", "3.13"),
+    "Python": ("3.11", "3.12"),
     "torch": ("2.11", "2.14"),
     "numpy": ("1", "2"),
     "networkx": ("3", "3"),

@@ -13,6 +13,7 @@ from cost_models.errors import DeadlockError, InternalError, ModelError, UsageEr
 from cost_models.tried import TRIED, untried_versions
 from partitioner.doctor.facts import NEEDED
 
+ROOT = Path(__file__).parents[3]
 NEW = "torch 2.16.0 was not tried; known good: 2.11 to 2.14"
 
 
@@ -29,7 +30,7 @@ def test_what_this_environment_has_was_tried() -> None:
         ("torch", "3.0a0+git12ab", "torch 3.0a0+git12ab was not tried; known good: 2.11 to 2.14"),
         ("torch", "2.9.1", "torch 2.9.1 was not tried; known good: 2.11 to 2.14"),
         ("pulp", "4.2.0", "pulp 4.2.0 was not tried; known good: 3"),
-        ("Python", "3.14.0", "Python 3.14.0 was not tried; known good: 3.11 to 3.13"),
+        ("Python", "3.14.0", "Python 3.14.0 was not tried; known good: 3.11 to 3.12"),
         ("transformers", None, None),
     ],
 )
@@ -51,8 +52,7 @@ def test_errors_that_it_may_explain_begin_with_it(monkeypatch: pytest.MonkeyPatc
 
 
 def test_the_bounds_of_the_package_are_those_that_were_tried() -> None:
-    root = Path(__file__).parents[3]
-    project = tomllib.loads((root / "pyproject.toml").read_text())["project"]
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     bounds = dict(map(_split, project["dependencies"]))
     assert set(bounds) == set(NEEDED) == set(TRIED) - {"Python", "transformers"}
     bounds["Python"] = project["requires-python"]
@@ -61,6 +61,24 @@ def test_the_bounds_of_the_package_are_those_that_were_tried() -> None:
         assert low is not None
         assert low[1].startswith(TRIED[name][0]), name
         assert high is None or int(high[1]) == int(TRIED[name][1].split(".")[0]) + 1, name
+
+
+def test_the_readme_says_when_the_first_and_the_last_were_tried() -> None:
+    rows = re.findall(
+        r"^\| \d{4}-\d\d-\d\d \| ([\d.]+) \| ([\d.]+) \|", (ROOT / "README.md").read_text(), re.M
+    )
+    for name, found in zip(("Python", "torch"), zip(*rows, strict=True), strict=True):
+        releases = sorted(tuple(map(int, version.split(".")[:2])) for version in found)
+        ends = tuple(".".join(map(str, release)) for release in (releases[0], releases[-1]))
+        assert ends == TRIED[name], name
+
+
+def test_the_smoke_part_names_tests_that_exist() -> None:
+    named = [
+        line for line in (ROOT / "tests/newest.txt").read_text().splitlines() if not line.startswith("#")
+    ]
+    assert named
+    assert not [path for path in named if not (ROOT / path).exists()]
 
 
 def _split(requirement: str) -> tuple[str, str]:
