@@ -19,22 +19,22 @@ from partitioner.models.hugging_face import build, example_batch, transformers_m
 SAMPLES = 4
 TOKENS = 16
 
-_BLOCKS = {
+BLOCKS = {
     "hidden_size": 32,
     "intermediate_size": 64,
     "num_hidden_layers": 2,
     "num_attention_heads": 4,
 }
-_TEXT = {
-    **_BLOCKS,
+TEXT = {
+    **BLOCKS,
     "vocab_size": 64,
     "max_position_embeddings": 80,
     "pad_token_id": 0,
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
-_GROUPED = {**_TEXT, "num_key_value_heads": 2}
-_HEADS = {**_GROUPED, "head_dim": 8}
+GROUPED = {**TEXT, "num_key_value_heads": 2}
+HEADS = {**GROUPED, "head_dim": 8}
 _IMAGE = {"image_size": 32, "patch_size": 8}
 _CLASSES = {"num_labels": 10}
 _ENCODER_DECODER = {
@@ -47,7 +47,7 @@ _ENCODER_DECODER = {
     "decoder_ffn_dim": 64,
 }
 _WAVES = {
-    **_BLOCKS,
+    **BLOCKS,
     "conv_dim": (16, 16),
     "conv_stride": (5, 2),
     "conv_kernel": (10, 3),
@@ -61,25 +61,23 @@ _WAVES = {
 }
 
 
-def _configured(model_class: str, config_class: str, fields: Mapping[str, Any]) -> Workload:
+def configured(model_class: str, config_class: str, fields: Mapping[str, Any]) -> Workload:
     """Build a model whose batch follows from its class."""
-    model = _model(model_class, config_class, fields)
+    model = made(model_class, config_class, fields)
     return Workload(model, example_batch(model, TOKENS, SAMPLES))
 
 
-def _model(model_class: str, config_class: str, fields: Mapping[str, Any]) -> Any:
+def made(model_class: str, config_class: str, fields: Mapping[str, Any]) -> Any:
     transformers = transformers_module("the table of architectures")
     config = getattr(transformers, config_class)(**fields)
-    # Grouped matrix products, the default of experts, do not know float64.
-    config._experts_implementation = "batched_mm"
     return build(getattr(transformers, model_class), config, torch.float32, on_meta=False)
 
 
-def _config(config_class: str, **fields: Any) -> Any:
+def configuration(config_class: str, **fields: Any) -> Any:
     return getattr(transformers_module("the table of architectures"), config_class)(**fields)
 
 
-def _tokens(high: int, *shape: int, low: int = 3) -> Tensor:
+def tokens(high: int, *shape: int, low: int = 3) -> Tensor:
     return torch.randint(low, high, shape or (SAMPLES, TOKENS))
 
 
@@ -115,39 +113,37 @@ def _alignments(output: Any, batch: Mapping[str, Tensor]) -> Tensor:
 
 
 def _clip() -> Workload:
-    text = {**_TEXT, "max_position_embeddings": TOKENS}
-    model = _model(
+    text = {**TEXT, "max_position_embeddings": TOKENS}
+    model = made(
         "CLIPModel",
         "CLIPConfig",
-        {"text_config": text, "vision_config": {**_BLOCKS, **_IMAGE}, "projection_dim": 16},
+        {"text_config": text, "vision_config": {**BLOCKS, **_IMAGE}, "projection_dim": 16},
     )
-    ids = _tokens(64)
+    ids = tokens(64)
     ids[:, -1] = 2  # the text is read at its end
     return Workload(model, {"input_ids": ids, "pixel_values": _images()}, _pairs)
 
 
 def _siglip() -> Workload:
-    text = {**_TEXT, "max_position_embeddings": TOKENS, "projection_size": 32}
-    model = _model(
-        "SiglipModel", "SiglipConfig", {"text_config": text, "vision_config": {**_BLOCKS, **_IMAGE}}
-    )
-    return Workload(model, {"input_ids": _tokens(64), "pixel_values": _images()}, _signs)
+    text = {**TEXT, "max_position_embeddings": TOKENS, "projection_size": 32}
+    model = made("SiglipModel", "SiglipConfig", {"text_config": text, "vision_config": {**BLOCKS, **_IMAGE}})
+    return Workload(model, {"input_ids": tokens(64), "pixel_values": _images()}, _signs)
 
 
 def _wav2vec2() -> Workload:
-    model = _model("Wav2Vec2ForSequenceClassification", "Wav2Vec2Config", {**_WAVES, "num_labels": 5})
-    return Workload(model, {"input_values": torch.randn(SAMPLES, 400), "labels": _tokens(5, SAMPLES, low=0)})
+    model = made("Wav2Vec2ForSequenceClassification", "Wav2Vec2Config", {**_WAVES, "num_labels": 5})
+    return Workload(model, {"input_values": torch.randn(SAMPLES, 400), "labels": tokens(5, SAMPLES, low=0)})
 
 
 def _wav2vec2_ctc() -> Workload:
-    model = _model("Wav2Vec2ForCTC", "Wav2Vec2Config", {**_WAVES, "vocab_size": 12})
+    model = made("Wav2Vec2ForCTC", "Wav2Vec2Config", {**_WAVES, "vocab_size": 12})
     # Named otherwise than the model's own labels, which its forward branches on (a check of the largest).
-    batch = {"input_values": torch.randn(SAMPLES, 400), "spoken": _tokens(12, SAMPLES, 6, low=1)}
+    batch = {"input_values": torch.randn(SAMPLES, 400), "spoken": tokens(12, SAMPLES, 6, low=1)}
     return Workload(model, batch, _alignments)
 
 
 def _detr() -> Workload:
-    backbone = _config(
+    backbone = configuration(
         "ResNetConfig",
         embedding_size=8,
         hidden_sizes=[8, 8, 16, 16],
@@ -156,12 +152,12 @@ def _detr() -> Workload:
     )
     fields = {"use_timm_backbone": False, "use_pretrained_backbone": False, "backbone": None}
     fields |= {"backbone_config": backbone, "num_queries": 5, "num_labels": 4, **_ENCODER_DECODER}
-    model = _model("DetrForObjectDetection", "DetrConfig", fields)
+    model = made("DetrForObjectDetection", "DetrConfig", fields)
     batch = {
         "pixel_values": _images(64),
         "pixel_mask": torch.ones(SAMPLES, 64, 64, dtype=torch.long),
         "boxes": torch.rand(SAMPLES, 5, 4),
-        "classes": _tokens(5, SAMPLES, 5, low=0),
+        "classes": tokens(5, SAMPLES, 5, low=0),
     }
     return Workload(model, batch, _boxes)
 
@@ -186,13 +182,13 @@ class _Llava(nn.Module):
 
 def _llava() -> Workload:
     image_token = 63
-    text = _config("LlamaConfig", **{**_GROUPED, "pad_token_id": None})
-    vision = _config("CLIPVisionConfig", **_BLOCKS, **_IMAGE)
+    text = configuration("LlamaConfig", **{**GROUPED, "pad_token_id": None})
+    vision = configuration("CLIPVisionConfig", **BLOCKS, **_IMAGE)
     fields = {"text_config": text, "vision_config": vision, "vision_feature_layer": -1}
     fields |= {"vision_feature_select_strategy": "full"}
     fields |= {"image_token_id": image_token, "image_token_index": image_token}
-    model = _Llava(_model("LlavaForConditionalGeneration", "LlavaConfig", fields))
-    ids = _tokens(60, SAMPLES, 24)
+    model = _Llava(made("LlavaForConditionalGeneration", "LlavaConfig", fields))
+    ids = tokens(60, SAMPLES, 24)
     ids[:, 2:19] = image_token  # one for each of the 4 x 4 patches, and one for the whole image
     return Workload(model, {"input_ids": ids, "pixel_values": _images(), "labels": ids.clone()})
 
@@ -201,31 +197,31 @@ def _perceiver() -> Workload:
     fields = {"num_latents": 8, "d_latents": 32, "d_model": 32, "num_blocks": 1, "vocab_size": 64}
     fields |= {"num_self_attends_per_block": 2, "num_self_attention_heads": 4}
     fields |= {"num_cross_attention_heads": 4, "max_position_embeddings": TOKENS}
-    ids = _tokens(64)
+    ids = tokens(64)
     return Workload(
-        _model("PerceiverForMaskedLM", "PerceiverConfig", fields), {"inputs": ids, "labels": ids.clone()}
+        made("PerceiverForMaskedLM", "PerceiverConfig", fields), {"inputs": ids, "labels": ids.clone()}
     )
 
 
 def _vilt() -> Workload:
-    fields = {**_BLOCKS, **_IMAGE, "vocab_size": 64, "max_image_length": -1, "num_labels": 3}
-    model = _model("ViltForQuestionAnswering", "ViltConfig", fields)
-    batch = {"input_ids": _tokens(64), "pixel_values": _images(), "labels": torch.rand(SAMPLES, 3)}
+    fields = {**BLOCKS, **_IMAGE, "vocab_size": 64, "max_image_length": -1, "num_labels": 3}
+    model = made("ViltForQuestionAnswering", "ViltConfig", fields)
+    batch = {"input_ids": tokens(64), "pixel_values": _images(), "labels": torch.rand(SAMPLES, 3)}
     return Workload(model, batch)
 
 
 _MOE = {"num_experts": 4, "num_experts_per_tok": 2}
 _CONFIGURED: dict[str, tuple[str, str, dict[str, Any]]] = {
     # decoders
-    "qwen3": ("Qwen3ForCausalLM", "Qwen3Config", _HEADS),
-    "qwen3-moe": ("Qwen3MoeForCausalLM", "Qwen3MoeConfig", {**_HEADS, **_MOE, "moe_intermediate_size": 32}),
-    "gemma2": ("Gemma2ForCausalLM", "Gemma2Config", {**_HEADS, "sliding_window": 8}),
-    "gemma3": ("Gemma3ForCausalLM", "Gemma3TextConfig", {**_HEADS, "sliding_window": 8}),
+    "qwen3": ("Qwen3ForCausalLM", "Qwen3Config", HEADS),
+    "qwen3-moe": ("Qwen3MoeForCausalLM", "Qwen3MoeConfig", {**HEADS, **_MOE, "moe_intermediate_size": 32}),
+    "gemma2": ("Gemma2ForCausalLM", "Gemma2Config", {**HEADS, "sliding_window": 8}),
+    "gemma3": ("Gemma3ForCausalLM", "Gemma3TextConfig", {**HEADS, "sliding_window": 8}),
     "deepseek-v3": (
         "DeepseekV3ForCausalLM",
         "DeepseekV3Config",
         {
-            **_TEXT,
+            **TEXT,
             "num_key_value_heads": 4,
             "n_routed_experts": 4,
             "num_experts_per_tok": 2,
@@ -241,32 +237,32 @@ _CONFIGURED: dict[str, tuple[str, str, dict[str, Any]]] = {
             "v_head_dim": 8,
         },
     ),
-    "phi": ("PhiForCausalLM", "PhiConfig", _TEXT),
-    "phi3": ("Phi3ForCausalLM", "Phi3Config", _GROUPED),
+    "phi": ("PhiForCausalLM", "PhiConfig", TEXT),
+    "phi3": ("Phi3ForCausalLM", "Phi3Config", GROUPED),
     "falcon": (
         "FalconForCausalLM",
         "FalconConfig",
         {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 64},
     ),
-    "mistral": ("MistralForCausalLM", "MistralConfig", {**_GROUPED, "sliding_window": 8}),
-    "olmo2": ("Olmo2ForCausalLM", "Olmo2Config", _GROUPED),
-    "olmoe": ("OlmoeForCausalLM", "OlmoeConfig", {**_GROUPED, **_MOE}),
+    "mistral": ("MistralForCausalLM", "MistralConfig", {**GROUPED, "sliding_window": 8}),
+    "olmo2": ("Olmo2ForCausalLM", "Olmo2Config", GROUPED),
+    "olmoe": ("OlmoeForCausalLM", "OlmoeConfig", {**GROUPED, **_MOE}),
     "gpt-oss": (
         "GptOssForCausalLM",
         "GptOssConfig",
-        {**_HEADS, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 8},
+        {**HEADS, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 8},
     ),
     "llama4": (
         "Llama4ForCausalLM",
         "Llama4TextConfig",
-        {**_HEADS, "intermediate_size_mlp": 64, "num_local_experts": 4, "attention_chunk_size": 8},
+        {**HEADS, "intermediate_size_mlp": 64, "num_local_experts": 4, "attention_chunk_size": 8},
     ),
-    "gpt-neox": ("GPTNeoXForCausalLM", "GPTNeoXConfig", _TEXT),
+    "gpt-neox": ("GPTNeoXForCausalLM", "GPTNeoXConfig", TEXT),
     "opt": (
         "OPTForCausalLM",
         "OPTConfig",
         {
-            **_BLOCKS,
+            **BLOCKS,
             "ffn_dim": 64,
             "vocab_size": 64,
             "max_position_embeddings": 64,
@@ -307,7 +303,7 @@ _CONFIGURED: dict[str, tuple[str, str, dict[str, Any]]] = {
         "JambaForCausalLM",
         "JambaConfig",
         {
-            **_GROUPED,
+            **GROUPED,
             "num_experts": 4,
             "attn_layer_period": 2,
             "attn_layer_offset": 1,
@@ -318,18 +314,18 @@ _CONFIGURED: dict[str, tuple[str, str, dict[str, Any]]] = {
         },
     ),
     # encoders
-    "roberta": ("RobertaForMaskedLM", "RobertaConfig", _TEXT),
-    "xlm-r": ("XLMRobertaForSequenceClassification", "XLMRobertaConfig", {**_TEXT, "num_labels": 3}),
-    "albert": ("AlbertForMaskedLM", "AlbertConfig", {**_TEXT, "embedding_size": 16}),
+    "roberta": ("RobertaForMaskedLM", "RobertaConfig", TEXT),
+    "xlm-r": ("XLMRobertaForSequenceClassification", "XLMRobertaConfig", {**TEXT, "num_labels": 3}),
+    "albert": ("AlbertForMaskedLM", "AlbertConfig", {**TEXT, "embedding_size": 16}),
     "deberta": (
         "DebertaV2ForMaskedLM",
         "DebertaV2Config",
-        {**_TEXT, "relative_attention": True, "pos_att_type": ["p2c", "c2p"]},
+        {**TEXT, "relative_attention": True, "pos_att_type": ["p2c", "c2p"]},
     ),
     "modernbert": (
         "ModernBertForMaskedLM",
         "ModernBertConfig",
-        {**_TEXT, "local_attention": 8, "cls_token_id": 1, "sep_token_id": 2},
+        {**TEXT, "local_attention": 8, "cls_token_id": 1, "sep_token_id": 2},
     ),
     "distilbert": (
         "DistilBertForMaskedLM",
@@ -343,12 +339,12 @@ _CONFIGURED: dict[str, tuple[str, str, dict[str, Any]]] = {
             "max_position_embeddings": 64,
         },
     ),
-    "electra": ("ElectraForTokenClassification", "ElectraConfig", {**_TEXT, "embedding_size": 16}),
-    "longformer": ("LongformerForMaskedLM", "LongformerConfig", {**_TEXT, "attention_window": 4}),
+    "electra": ("ElectraForTokenClassification", "ElectraConfig", {**TEXT, "embedding_size": 16}),
+    "longformer": ("LongformerForMaskedLM", "LongformerConfig", {**TEXT, "attention_window": 4}),
     "bigbird": (
         "BigBirdForMaskedLM",
         "BigBirdConfig",
-        {**_TEXT, "sep_token_id": 2, "attention_type": "original_full"},
+        {**TEXT, "sep_token_id": 2, "attention_type": "original_full"},
     ),
     # encoders and decoders
     "bart": (
@@ -408,8 +404,8 @@ _CONFIGURED: dict[str, tuple[str, str, dict[str, Any]]] = {
             **_CLASSES,
         },
     ),
-    "deit": ("DeiTForImageClassification", "DeiTConfig", {**_BLOCKS, **_IMAGE, **_CLASSES}),
-    "dinov2": ("Dinov2ForImageClassification", "Dinov2Config", {**_BLOCKS, **_IMAGE, **_CLASSES}),
+    "deit": ("DeiTForImageClassification", "DeiTConfig", {**BLOCKS, **_IMAGE, **_CLASSES}),
+    "dinov2": ("Dinov2ForImageClassification", "Dinov2Config", {**BLOCKS, **_IMAGE, **_CLASSES}),
     "mobilenet-v2": (
         "MobileNetV2ForImageClassification",
         "MobileNetV2Config",
@@ -418,7 +414,7 @@ _CONFIGURED: dict[str, tuple[str, str, dict[str, Any]]] = {
 }
 
 ARCHITECTURES: dict[str, Callable[[], Workload]] = {
-    **{name: partial(_configured, *entry) for name, entry in _CONFIGURED.items()},
+    **{name: partial(configured, *entry) for name, entry in _CONFIGURED.items()},
     "clip": _clip,
     "siglip": _siglip,
     "wav2vec2": _wav2vec2,

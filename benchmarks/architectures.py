@@ -1,5 +1,6 @@
 """Architectures of transformers, tiny: traced, planned and verified layer-wise, feature-wise and freely.
 
+    python -m benchmarks.architectures --only defaults --ways default             25 current ones, with default settings
     python -m benchmarks.architectures [--only qwen3,mamba] [--slice 1/4] [--ways layer,feature,free] [--json FILE]
     python -m benchmarks.architectures --rows 1.json,2.json --page docs/02b-architectures.md
 
@@ -22,6 +23,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from benchmarks.architecture_defaults import DEFAULTS, LATER
 from benchmarks.architecture_table import ARCHITECTURES
 from cost_models.cluster import ClusterSpec
 from cost_models.errors import PartitionerError
@@ -39,6 +41,8 @@ WAYS: dict[str, dict[str, Any]] = {
     "free": {"strategy": "free", "microbatches": 2, "time_limit_seconds": 10.0},
 }
 """Options of ``partition``; small models would stay on one device where nothing asks for two."""
+DEFAULT = "default"
+"""The way without options, for batches of the example's size."""
 BEGIN, END = "<!-- table: made by `make architectures` -->", "<!-- end of table -->"
 """The marks in a page, between which the table stands."""
 BATCH_SIZE = 8
@@ -66,7 +70,7 @@ def every_architecture() -> dict[str, Callable[[], Workload]]:
         return lambda: bundled(name, size="tiny")
 
     families = {name: tiny(name) for name in NAMES if name not in ("llama-8b", "llama-70b", "llama-405b")}
-    return {**families, **ARCHITECTURES}
+    return {**families, **ARCHITECTURES, **LATER}
 
 
 def outcome(name: str, make: Callable[[], Workload], ways: list[str], pool: WorkerPool) -> Row:
@@ -91,14 +95,14 @@ def outcome(name: str, make: Callable[[], Workload], ways: list[str], pool: Work
 
 def _cell(row: Row, way: str, workload: Workload, graph: OpGraph, pool: WorkerPool) -> str:
     try:
-        options = dict(WAYS[way])
+        options = {"batch_size": BATCH_SIZE, **WAYS[way]} if way != DEFAULT else {}
         if way == "free":
             weights = [i.node for i in graph.inputs if i.kind == "parameter"]
             first = next(
                 op for op in graph.ops if any(source.name in weights for source in op.all_input_nodes)
             )
             options["pins"] = {first.name: 0, graph.loss: RANKS - 1}
-        plan = partition(graph, ClusterSpec.local(RANKS), batch_size=BATCH_SIZE, **options)
+        plan = partition(graph, ClusterSpec.local(RANKS), **options)
         report = verify_plan(plan, workload, pool=pool, graph=graph)
     except PartitionerError as error:
         row.reasons.append(f"{row.name}, {way}: {error.render()}")
@@ -120,7 +124,7 @@ def write_page(path: Path, rows: list[Row]) -> None:
     ]
     for row in rows:
         needs = ", ".join(f"`{part}`" for part in row.needs)
-        cells = " | ".join(row.cells[way] for way in WAYS)
+        cells = " | ".join(row.cells.get(way, "") for way in WAYS)
         lines.append(f"| {row.name} | {row.operations} | {row.trace_seconds:.1f} | {needs} | {cells} |")
     for reason in (reason for row in rows for reason in row.reasons):
         lines += ["", f"- {' '.join(reason.split())}"]
@@ -134,7 +138,9 @@ def main() -> int:
     options = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    options.add_argument("--only", default="", help="names, separated by commas")
+    options.add_argument(
+        "--only", default="", help="names, separated by commas; defaults: the 25 current ones"
+    )
     options.add_argument("--slice", default="1/1", help="k/n: the k-th of n parts of the table")
     options.add_argument("--ways", default=",".join(WAYS))
     options.add_argument("--json", type=Path)
@@ -165,7 +171,8 @@ def _run(chosen: argparse.Namespace) -> list[Row]:
     """Run the rows that were asked for, and print each."""
     table = every_architecture()
     part, parts = map(int, chosen.slice.split("/"))
-    names = chosen.only.split(",") if chosen.only else list(table)[part - 1 :: parts]
+    names = chosen.only.split(",") if chosen.only else list(table)
+    names = (list(DEFAULTS) if names == ["defaults"] else names)[part - 1 :: parts]
     ways = chosen.ways.split(",")
     rows: list[Row] = []
     print(

@@ -195,6 +195,10 @@ def _copied(
         }
     return PlainState(
         {name: owner.detach().clone() for name, owner in owners.items()},
-        {name: buffer.detach().clone() for name, buffer in module.named_buffers()},
+        {  # a parameter that is registered as a buffer too is compared as the parameter
+            name: buffer.detach().clone()
+            for name, buffer in module.named_buffers()
+            if not isinstance(buffer, nn.Parameter)
+        },
         states,
     )

@@ -19,7 +19,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -29,6 +29,7 @@ from partitioner.verify.compare import ORDERS, TOLERANCE
 from partitioner.verify.plain_loop import PlainState, PlainStep
 from partitioner.verify.train_rank import Held, RankRun
 from partitioner.verify.train_report import TrainComparison
+from runtime.state.state_view import StateView
 
 SMALL = 1e-6
 """The part of all of a kind of state below which a tensor of it counts as that large."""
@@ -44,6 +45,8 @@ class Expected:
     learning_rate: float
     own: Sequence[PlainStep] | None = None
     spacing: float = 0.0
+    views: Mapping[str, StateView] = field(default_factory=dict)
+    """Buffers of the model that no rank holds: they are views of what is trained."""
 
     def state(self, step: int) -> PlainState:
         state = self.steps[step - 1].state
@@ -200,8 +203,9 @@ def _compare_state(
             yield TrainComparison(run, step, rank, item.kind, label, error, allowed)
     kinds: dict[str, Mapping[str, Any]] = {
         "parameter": expected.state(step).parameters,
-        "buffer": expected.state(step).buffers,
+        "buffer": {n: b for n, b in expected.state(step).buffers.items() if n not in expected.views},
     }
+    yield from _compare_views(run, expected, step)
     wanted = [(kind, name, "") for kind, tensors in kinds.items() for name in tensors]
     if expected.own is None:
         wanted += [
@@ -214,6 +218,36 @@ def _compare_state(
             label = name + (f".{key}" if key else "")
             said = f"{lost} of its elements are on no rank"
             yield TrainComparison(run, step, None, kind, label, math.inf, 0.0, said)
+
+
+def _compare_views(run: str, expected: Expected, step: int) -> Iterator[TrainComparison]:
+    """Compare the plain loop's buffers with the views of its parameters, as which whoever has these has the buffers."""
+    if expected.own is not None:
+        return  # a plain loop in other types than the model's has other memory for its parameters
+    state = expected.state(step)
+    held = {**state.parameters, **state.buffers}
+    for name, view in expected.views.items():
+        if name in state.buffers:
+            value = state.buffers[name]
+            allowed = TOLERANCE * expected.size("buffer", "", _double(value), step)
+            error = _distance(value, view.of(held[view.owner]))
+            yield TrainComparison(run, step, None, "buffer", name, error, allowed)
+
+
+def compare_saved(
+    run: str, saving: Sequence[RankRun], resumed: Sequence[RankRun]
+) -> Iterator[TrainComparison]:
+    """Compare each rank's state after loading with what it held when it saved: the very same numbers."""
+    for rank, (before, after) in enumerate(zip(saving, resumed, strict=True)):
+        own = {(item.kind, item.name, item.key, item.block): item.value for item in before.loaded}
+        for item in after.loaded:
+            label = item.name + (f".{item.key}" if item.key else "")
+            value = own.get((item.kind, item.name, item.key, item.block))
+            same = value is not None and torch.equal(value, item.value)
+            said = "" if same else f"{item.kind} {label} is not what this rank held when it saved"
+            yield TrainComparison(
+                run, after.loaded_step or 0, rank, "saved state", label, float(not same), 0.0, said
+            )
 
 
 def _tensor(state: PlainState, kind: str, name: str, key: str) -> Tensor | None:

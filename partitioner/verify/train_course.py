@@ -111,7 +111,7 @@ class Course:
         digests = [
             sample_digests(self._leaves(indices, double), self.samples.batch_dims) for indices in self.order()
         ]
-        return Expected(plain, digests, LEARNING_RATE, own, self.spacing)
+        return Expected(plain, digests, LEARNING_RATE, own, self.spacing, self.graph.views)
 
     def plain(self, *, double: bool, later: tuple[int, ...] = (), turned: bool = False) -> list[PlainStep]:
         """Run the plain loop. ``later``: micro-batches of resumed steps, if others; ``turned``: each in reverse order."""

@@ -18,6 +18,7 @@ _PLURAL = {
     "parameter as read": "parameters as read",
     "optimizer state": "tensors of optimizer state",
     "random states": "sets of random states",
+    "saved state": "tensors of saved state",
 }
 _MOST = 10
 """The most differences that are printed."""
@@ -75,6 +76,8 @@ class TrainReport(ShownInNotebooks):
     worst: TrainComparison | None
     seconds: float
     notes: tuple[str, ...]
+    comparable: int | None = None
+    """The last step whose numbers can be compared, where the model draws random ones; None if all can."""
 
     @property
     def passed(self) -> bool:
@@ -92,9 +95,12 @@ class TrainReport(ShownInNotebooks):
         counts = ", ".join(
             f"{n} {kind if n == 1 else _PLURAL.get(kind, f'{kind}s')}" for kind, n in self.compared.items()
         )
+        verdict = "trained alike" if self.passed else "TRAINS DIFFERENTLY"
+        if self.passed and self.comparable is not None:
+            verdict = f"not comparable beyond step {self.comparable}, the rest alike"
         other = "" if self.other_placed is None else f" and under {self.other_placed}"
         lines = [
-            f"{'trained alike' if self.passed else 'TRAINS DIFFERENTLY'}: {self.model}, {self.placed}, {self.steps} steps "
+            f"{verdict}: {self.model}, {self.placed}, {self.steps} steps "
             f"of {self.samples} samples with {self.optimizer}, clipped, annealed, saved, resumed in the same plan"
             f"{other}, beside a plain loop ({self.seconds:.1f} s)",
             f"  compared: {counts}",

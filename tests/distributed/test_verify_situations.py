@@ -94,3 +94,70 @@ def test_indices_into_the_batch_are_verified_on_the_examples_own_samples(
         note.startswith("verified on the 12 samples of the example: on 2 of them, Index")
         for note in report.notes
     )
+
+
+class Noisy(nn.Module):
+    """Drops features at random, with probability 1 - ``kept``: nothing is dropped with 1, though numbers are drawn."""
+
+    def __init__(self, kept: float) -> None:
+        super().__init__()
+        self.kept = kept
+        self.first, self.last = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = torch.tanh(self.first(x))
+        y: Tensor = self.last(h * torch.bernoulli(torch.full_like(h, self.kept)))
+        return y.square().mean()
+
+
+def noisy(kept: float) -> Workload:
+    torch.manual_seed(0)
+    return Workload(Noisy(kept), {"x": torch.randn(8, 8)})
+
+
+def test_a_model_that_draws_is_compared_until_its_draws_tell(pool: WorkerPool) -> None:
+    """With fixed draws all is compared; with others what is no consequence of them: samples, rates, placement, files."""
+    plan = partition(noisy(1.0), ClusterSpec.local(2), batch_size=8, microbatches=2, min_stages=2)
+    alike = plan.verify(noisy(1.0), train=True, pool=pool)
+    alike.raise_if_different()
+    assert alike.comparable is None
+    assert str(alike).startswith("trained alike")
+    plan = partition(noisy(0.5), ClusterSpec.local(2), batch_size=8, microbatches=2, min_stages=2)
+    report = plan.verify(noisy(0.5), train=True, pool=pool)
+    report.raise_if_different()
+    assert report.comparable == 0
+    assert str(report).startswith("not comparable beyond step 0, the rest alike: Noisy")
+    assert alike.compared.keys() - report.compared.keys() == {
+        "loss", "gradient norm", "parameter", "optimizer state"
+    }  # fmt: skip
+    assert all(report.compared[kind] == alike.compared[kind] for kind in report.compared)
+    assert any("1 op draws random numbers (bernoulli" in note for note in report.notes)
+
+
+class Mirrored(nn.Module):
+    """Buffers that are a parameter, all of its memory, and some rows of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(8, 8), nn.Linear(8, 8)
+        weight = self.first.weight
+        for name, view in (("itself", weight), ("whole", weight.data), ("rows", weight.detach()[1:4])):
+            self.register_buffer(name, view)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.last(torch.tanh(self.first(x)))
+        return y.square().mean() + self.get_buffer("rows").square().mean()
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"min_stages": 2}, {"strategy": "feature", "mesh": (2,), "pins": {"*": "zero3"}}],
+    ids=["stages", "shards"],
+)
+def test_buffers_that_are_views_of_parameters_follow_them(options: dict[str, Any], pool: WorkerPool) -> None:
+    torch.manual_seed(0)
+    workload = Workload(Mirrored(), {"x": torch.randn(8, 8)})
+    plan = partition(workload, ClusterSpec.local(2), batch_size=8, microbatches=2, **options)
+    report = plan.verify(workload, train=True, pool=pool)
+    report.raise_if_different()
+    assert report.compared["buffer"] > 0
