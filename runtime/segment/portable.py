@@ -17,6 +17,7 @@ from torch import fx
 from torch._library.custom_ops import OPDEFS
 from torch.fx.node import map_aggregate
 
+import runtime.ops.bags  # noqa: F401 registers an op of ours that graphs hold
 from runtime.ops.opaque import Opaque, refuse_unportable
 
 

@@ -2,6 +2,8 @@ from __future__ import annotations
 
 import operator
 import pickle
+import subprocess
+import sys
 
 import torch
 from torch import fx, nn
@@ -41,3 +43,8 @@ def test_segment_code_travels_between_processes() -> None:
     assert (twin.index, twin.inputs, twin.outputs, twin.random) == (3, code.inputs, code.outputs, True)
     x = torch.ones(2, 4)
     assert torch.equal(twin.module(x)[0], code.module(x)[0])
+
+
+def test_a_new_process_knows_the_ops_of_ours() -> None:
+    code = "import runtime.segment.portable, torch; torch.ops.partitioner.embedding_bag.default"
+    subprocess.run([sys.executable, "-c", code], check=True)
