@@ -35,6 +35,7 @@ from passes.shard.couplings import Coupling, couplings
 from passes.trace.batch import forward_arguments
 from passes.trace.export import loss_and_metrics
 from passes.trace.loss.reduction import LossReduction
+from passes.trace.normal.flex import flex_with_backward
 
 
 def reference_step(
@@ -62,7 +63,7 @@ def reference_step(
             mode = counted_means(reference, batch, leaves, graph, sizes)
     total = 0.0
     pieces = _pieces(batch, leaves, graph, sizes, model)
-    with DropoutOff(), Float64(graph.constants), float64_by_default():
+    with DropoutOff(), flex_with_backward(), Float64(graph.constants), float64_by_default():
         for index, (piece, weight) in enumerate(zip(pieces, weights, strict=True)):
             recorder = Recorder() if recorded else None
             if mode is not None:
@@ -175,6 +176,7 @@ def counted_means(
     with ExitStack() as stack:
         for world in (
             DropoutOff(),
+            flex_with_backward(),
             torch.no_grad(),
             *((Float64(graph.constants), float64_by_default()) if double else ()),
         ):

@@ -30,6 +30,7 @@ from passes.graph.graph import OpGraph
 from passes.graph.token_counts import user_leaves
 from passes.trace.batch import flatten_batch, forward_arguments, forward_names
 from passes.trace.export import cast_floating, loss_and_metrics
+from passes.trace.normal.flex import flex_with_backward
 from runtime.segment.microbatch import microbatch_sizes
 from runtime.state.loss_scale import INITIAL_SCALE
 
@@ -216,6 +217,7 @@ def _world(constants: Mapping[str, Tensor] | None, counted: Any, number: int) ->
     """
     with ExitStack() as stack:
         stack.enter_context(DropoutOff())
+        stack.enter_context(flex_with_backward())
         if constants is not None:
             stack.enter_context(Float64(constants))
             stack.enter_context(float64_by_default())

@@ -21,6 +21,7 @@ from passes.fidelity.agree import Numbers
 from passes.graph.graph import OpGraph
 from passes.trace.export import LossFunction, ModelWithLoss, writes_for_assignments
 from passes.trace.loss.reduction import step_batch, step_weights
+from passes.trace.normal.flex import flex_with_backward
 from passes.trace.watch import caching_off, training_mode
 from runtime.user_code import caller
 
@@ -213,6 +214,7 @@ def _as_in_training(model: nn.Module, compiler: str) -> Iterator[None]:
         torch.enable_grad(),
         torch.compiler.set_stance(compiler),
         DropoutOff(),
+        flex_with_backward(),
         _quietly(),
     ):
         yield

@@ -32,6 +32,7 @@ from passes.trace.fingerprint import fingerprint
 from passes.trace.hook_reads import refuse_hooks_that_read_others
 from passes.trace.loss.reduction import LossReduction, checked_reduction, reduce_loss
 from passes.trace.names import frozen_modules, state_names
+from passes.trace.normal.flex import flex_as_ops
 from passes.trace.opaque.parts import Parts
 from passes.trace.precision import refuse_mixed_types
 from passes.trace.python_state import PythonState
@@ -115,6 +116,7 @@ def trace(
         changes.callback(PythonState.of({"": model}, values=False).restore)
         changes.enter_context(training_mode(model, training, notes))
         changes.enter_context(caching_off(model, notes))
+        changes.enter_context(flex_as_ops())
         changes.enter_context(watch_checkpointing(model, checkpointing))
         changes.enter_context(watch_gradient_hooks(model, notes, whole))
         subject = Subject(

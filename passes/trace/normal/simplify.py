@@ -62,7 +62,6 @@ _ADVICE = {
     "map": "write the mapped function on the whole batched tensor",
     "scan": "unroll the scan in Python",
     "associative_scan": "unroll the scan in Python, or use cumsum / cumprod",
-    "flex_attention": "use scaled_dot_product_attention (transformers: attn_implementation='sdpa')",
 }
 
 

@@ -7,6 +7,7 @@ graph has        opaque_encoder_ctc = opaque(encoder.ctc)(x, weight, running_mea
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -117,6 +118,7 @@ class Crossing:
         return lambda output, batch: self._cross(part, [], (output, batch), {}, None)
 
     def _stand_in(self, module: nn.Module, part: Part) -> Callable[..., Any]:
+        @functools.wraps(module.forward)  # the batch's keys go to forward's arguments by their names
         def forward(*args: Any, **kwargs: Any) -> Any:
             return self._cross(part, state_of(part.code, module), args, kwargs, part.name)
 

@@ -69,7 +69,8 @@ class Parts:
             path = blamed if blamed == LOSS else without_slices(blamed, self.model)
             while path and (path in self.why or not self._has_forward(path)) and path != LOSS:
                 path = path.rpartition(".")[0]
-            if not path or path in self.why or (path == LOSS and self.loss_fn is None):
+            root = error.whole and not path and path not in self.why
+            if (not path and not root) or path in self.why or (path == LOSS and self.loss_fn is None):
                 self.refuse(blamed if error.part is None else error.part, error)
             errors[path] = first = self.errors.get(blamed, error)
             more[path] = first.because[0] if first.because else first.what
@@ -99,7 +100,7 @@ class Parts:
             if opaque.called not in names:
                 names.append(opaque.called)
         return [
-            f"{names[0]}{f' (and {len(names) - 1} more)' if len(names) > 1 else ''} runs whole, its own code as one "
+            f"{names[0] or 'the model'}{f' (and {len(names) - 1} more)' if len(names) > 1 else ''} runs whole, its own code as one "
             f"opaque op ({source}): {why}"
             for (source, why), names in named.items()
         ]
@@ -113,6 +114,8 @@ class Parts:
 
 
 def _outermost(why: Mapping[str, str]) -> dict[str, str]:
+    if "" in why:
+        return {"": why[""]}
     return {
         path: reason
         for path, reason in why.items()

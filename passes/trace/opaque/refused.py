@@ -29,7 +29,7 @@ OPAQUE_ADVICE = "move it into a module of its own: that runs whole, as one opaqu
 class PartError(ModelError):
     """An error of the trace. ``modules``: paths of the modules whose code is at fault; "" is the model's own forward.
 
-    ``part``: the opaque part that cannot be one, if that is the fault.
+    ``part``: the opaque part that cannot be one, if that is the fault. ``whole``: the model's own forward may become one.
     """
 
     def __init__(
@@ -39,12 +39,13 @@ class PartError(ModelError):
         suggestions: Sequence[str] = (),
         modules: Sequence[str] = (),
         part: str | None = None,
+        whole: bool = False,
     ) -> None:
         super().__init__(what, because, suggestions)
-        self.modules, self.part = tuple(modules), part
+        self.modules, self.part, self.whole = tuple(modules), part, whole
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return PartError, (self.what, self.because, self.suggestions, self.modules, self.part)
+        return PartError, (self.what, self.because, self.suggestions, self.modules, self.part, self.whole)
 
 
 def blamed(node: fx.Node) -> str:
@@ -87,6 +88,7 @@ def refuse_inner_gradients(model: nn.Module) -> Iterator[None]:
                 [f"{original.__module__}.{original.__name__} is called in {caller()}"],
                 ["write the derivative out in tensor operations", OPAQUE_ADVICE],
                 [LOSS if path is None else path],
+                whole=True,
             )
 
         return call
