@@ -57,7 +57,7 @@ TOLERANCES: Mapping[torch.dtype, float] = {torch.float32: 1e-4, torch.bfloat16: 
 """Differences allowed in ops that do not take float64, relative to the largest number."""
 LAPACK = ("linalg_", "cholesky", "geqrf", "lu_", "ormqr", "triangular_solve")
 """Beginnings of the names of ops that call LAPACK, which is given numbers only: it writes of others to the terminal."""
-FORMAT = 3
+FORMAT = 4
 """The version of the file that keeps results between runs. Version 1 knew neither hard values nor pairs of axes, version 2
 took choices for proved where no draw used an operand."""
 PROVED_ON = [*(f"{m.floats} {m.integers}" for m in (*MANNERS, *HARD_MANNERS)), *map(str, (*AXES, PAIR))]

@@ -153,7 +153,7 @@ class Opaque:
             object.__setattr__(self, attribute, value)
 
     def __str__(self) -> str:
-        return f"opaque({self.name})"
+        return f"opaque({self.name or 'the model'})"
 
     @property
     def called(self) -> str:

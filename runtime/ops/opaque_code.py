@@ -20,7 +20,9 @@ LOSS = "the loss function"
 def called(name: str, target: object) -> str:
     """Name a part in a sentence, where a path alone may be "1": module '1' (Router), or Rounded in module '1'."""
     if isinstance(target, nn.Module) and name != LOSS:
-        return f"module {name!r} ({type(target).__name__})"
+        return (
+            f"module {name!r} ({type(target).__name__})" if name else f"the model ({type(target).__name__})"
+        )
     inside, _, function = name.rpartition(".")
     return f"{function} in module {inside!r}" if inside else name
 

@@ -159,6 +159,24 @@ def ctc(output: Tensor, batch: Mapping[str, Tensor]) -> Tensor:
     return F.ctc_loss(scores, batch["targets"], batch["steps"], batch["sizes"])
 
 
+class Forces(nn.Module):
+    """An energy, and its derivative by the positions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(3, 16), nn.Linear(16, 1)
+
+    def forward(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        positions = positions.detach().requires_grad_()
+        energy = self.b(F.silu(self.a(positions))).sum((1, 2))
+        (slope,) = torch.autograd.grad(energy.sum(), positions, create_graph=True)
+        return energy, -slope
+
+
+def force_loss(output: tuple[Tensor, Tensor], batch: Mapping[str, Tensor]) -> Tensor:
+    return (output[0] - batch["energy"]).square().mean() + (output[1] - batch["force"]).square().mean()
+
+
 @dataclass(frozen=True)
 class Case:
     """``coupled``: samples of a micro-batch depend on each other, so a step is one micro-batch."""

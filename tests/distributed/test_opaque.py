@@ -171,6 +171,20 @@ def test_verify_runs_the_users_own_code_in_float64(way: str, pool: WorkerPool) -
     assert report.passed, str(report)
 
 
+def test_a_model_that_asks_for_gradients_itself_is_split_by_samples(pool: WorkerPool) -> None:
+    g = torch.Generator().manual_seed(0)
+    shapes = {"positions": (8, 5, 3), "energy": (8,), "force": (8, 5, 3)}
+    batch = {name: torch.randn(shape, generator=g) for name, shape in shapes.items()}
+    torch.manual_seed(0)
+    model, given = models.Forces(), {"example_inputs": batch, "loss_fn": models.force_loss}
+    plan = partition(
+        model, ClusterSpec.local(2), **given, batch_size=8, strategy="feature", mesh=(2,), pins={"*": "data"}
+    )
+    assert any("S0" in text for text in str(plan).splitlines() if "opaque" in text), str(plan)
+    report = plan.verify(model, **given, pool=pool)
+    assert report.passed, str(report)
+
+
 SHARDED: Mapping[str, Mapping[str, Any]] = {
     "zero3": {"mesh": (2,), "pins": {"*": "zero3"}},
     "2x2": {"mesh": (2, 2), "pins": {"*": "data column_row"}},

@@ -25,6 +25,7 @@ from passes.shard.rules.simulate import (
     gather,
     gradient_from,
     is_float,
+    no_gradients,
     run_shards,
 )
 from passes.shard.words import Choice, Need
@@ -101,7 +102,7 @@ def _whatever_holds(
 
 
 def _outputs(trial: Trial, choice: Choice) -> tuple[Placement, ...] | None:
-    with torch.no_grad():
+    with no_gradients(trial.node.target):
         results = _attempt(lambda: list(run_shards(trial, [choice], [AXIS], backward=False).values()))
     if results is None or any(len(r.outputs) != len(trial.outputs) for r in results):
         return None

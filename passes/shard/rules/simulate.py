@@ -21,6 +21,7 @@ from passes.shard.rules.local import local_op
 from passes.shard.rules.threads import Rank, Rendezvous, on_all
 from passes.shard.words import Choice, Need
 from runtime.ops.local import LOCAL
+from runtime.ops.opaque import Opaque
 
 _R = Replicate()
 
@@ -39,9 +40,14 @@ def node_of(op: Any, *args: Any, **kwargs: Any) -> fx.Node:
     nodes = [held(value) for value in args]
     named = {name: held(value) for name, value in kwargs.items()}
     node = graph.call_function(op, tuple(nodes), named)
-    with torch.no_grad():
+    with no_gradients(op):
         node.meta["val"] = op(*_filled(args), **_filled(kwargs))
     return node
+
+
+def no_gradients(op: object) -> torch.set_grad_enabled:
+    """Switch autograd off where nobody wants an op's gradients; not in the user's code, which may ask for some."""
+    return torch.set_grad_enabled(isinstance(op, Opaque))
 
 
 def _filled(value: Any) -> Any:

@@ -36,7 +36,9 @@ def flex_as_ops() -> Iterator[None]:
     with (
         _calling(_as_ops),
         mock.patch.multiple(_module(), **lists),
-        mock.patch.object(indexing, "TransformGetItemToIndex", contextlib.nullcontext),  # for vmap's sake alone
+        mock.patch.object(
+            indexing, "TransformGetItemToIndex", contextlib.nullcontext
+        ),  # for vmap's sake alone
     ):
         yield
 

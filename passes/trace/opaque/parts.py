@@ -100,7 +100,7 @@ class Parts:
             if opaque.called not in names:
                 names.append(opaque.called)
         return [
-            f"{names[0] or 'the model'}{f' (and {len(names) - 1} more)' if len(names) > 1 else ''} runs whole, its own code as one "
+            f"{names[0]}{f' (and {len(names) - 1} more)' if len(names) > 1 else ''} runs whole, its own code as one "
             f"opaque op ({source}): {why}"
             for (source, why), names in named.items()
         ]

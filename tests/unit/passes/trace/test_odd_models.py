@@ -152,11 +152,18 @@ def test_data_that_is_replaced_is_written(opaque: bool) -> None:
     assert [output.name for output in graph.outputs if output.kind == "buffer"] == ["0.seen"]
 
 
+@pytest.mark.parametrize("function", [False, True], ids=["autograd", "func"])
+def test_a_model_that_asks_for_gradients_itself_runs_whole(function: bool) -> None:
+    graph = trace(Energy(function), torch.randn(8, 6), loss_fn=squared)
+    asked = "torch.func.grad" if function else "torch.autograd.grad"
+    (note,) = (note for note in graph.notes if note.startswith("the model (Energy) runs whole"))
+    assert f"{asked} is called in test_odd_models.py:" in note
+    assert {entry.name for entry in graph.inputs if entry.kind == "parameter"} == {"a.weight", "a.bias"}
+
+
 @pytest.mark.parametrize(
     ("model", "said"),
     [
-        (Energy(function=False), ["torch.autograd.grad is called in test_odd_models.py:"]),
-        (Energy(function=True), ["torch.func.grad", "called in test_odd_models.py:"]),
         (Odd(lambda m, x: torch.vmap(lambda row: m.a(row).sum())(x)), ["torch.vmap", "test_odd_models.py:"]),
         (Odd(lambda m, x: m.a(x) / x.abs().max().item()), ["no .item()", "test_odd_models.py:"]),
         (Odd(lambda m, x: m.a.weight), ["depends on the batch"]),
@@ -171,7 +178,7 @@ def test_data_that_is_replaced_is_written(opaque: bool) -> None:
         ),
         (Odd(shrinking), ["write parameter a.weight outside of forward", "(test_odd_models.py:"]),
     ],
-    ids=["grad", "func-grad", "vmap", "item", "no-batch", "half-batch", "scan", "generator", "write"],
+    ids=["vmap", "item", "no-batch", "half-batch", "scan", "generator", "write"],
 )
 def test_what_a_traced_graph_cannot_hold_is_refused_by_line(model: nn.Module, said: list[str]) -> None:
     with pytest.raises(ModelError) as caught:

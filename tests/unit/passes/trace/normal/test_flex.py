@@ -77,6 +77,6 @@ def test_its_graph_computes_what_torch_defines(model: dict[str, bool], ops: set[
 
 
 def test_torch_is_left_as_it_was() -> None:
+    x = torch.randn(1, 1, 8, 16, requires_grad=True)
     with pytest.raises(NotImplementedError, match="does not support backward on CPU"):
-        x = torch.randn(1, 1, 8, 16, requires_grad=True)
         flex_attention(x, x, x)
