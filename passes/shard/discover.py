@@ -59,7 +59,7 @@ LAPACK = ("linalg_", "cholesky", "geqrf", "lu_", "ormqr", "triangular_solve")
 """Beginnings of the names of ops that call LAPACK, which is given numbers only: it writes of others to the terminal."""
 FORMAT = 4
 """The version of the file that keeps results between runs. Version 1 knew neither hard values nor pairs of axes, version 2
-took choices for proved where no draw used an operand."""
+took choices for proved where no draw used an operand, version 3 never ran code that asks for gradients itself."""
 PROVED_ON = [*(f"{m.floats} {m.integers}" for m in (*MANNERS, *HARD_MANNERS)), *map(str, (*AXES, PAIR))]
 """The values and meshes that kept choices were proved on, in words: others are not read."""
 

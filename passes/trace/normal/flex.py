@@ -32,7 +32,10 @@ def flex_as_ops() -> Iterator[None]:
     """
     from torch._dynamo import _trace_wrapped_higher_order_op as indexing
 
-    lists = {"_vmap_for_bhqkv": _broadcast, "_transpose_ordered": lambda count, indices: (count, indices)}
+    lists: dict[str, Any] = {
+        "_vmap_for_bhqkv": _broadcast,
+        "_transpose_ordered": lambda count, indices: (count, indices),
+    }
     with (
         _calling(_as_ops),
         mock.patch.multiple(_module(), **lists),

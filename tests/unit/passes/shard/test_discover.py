@@ -240,9 +240,9 @@ def test_results_are_kept_and_tried_again(tmp_path: Path, monkeypatch: pytest.Mo
 @pytest.mark.parametrize(
     "text",
     [
-        *("", "[]", '{"format": 3}', '{"format": 1, "torch": 3, "choices": {}}'),
-        '{"format": 3, "torch": 3, "choices": {"x": ["S -> R"]}}',
-        '{"format": 3, "torch": 3, "proved_on": ["something else"], "choices": {}}',
+        *("", "[]", '{"format": 4}', '{"format": 1, "torch": 3, "choices": {}}'),
+        '{"format": 4, "torch": 3, "choices": {"x": ["S -> R"]}}',
+        '{"format": 4, "torch": 3, "proved_on": ["something else"], "choices": {}}',
     ],
 )
 def test_bad_cache_files_are_left_aside(tmp_path: Path, text: str) -> None:
