@@ -1,8 +1,9 @@
-"""The torchrun command lines that run a plan: one per node."""
+"""The torchrun command lines that run a plan: one per machine."""
 
 from __future__ import annotations
 
 import shlex
+from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -11,27 +12,32 @@ if TYPE_CHECKING:
 
 
 def launch_of(plan: PlanData, run: str) -> str:
-    """Write ``torchrun`` of ``run`` for each node that has a used device; the first one's host is the meeting point."""
-    per_node: dict[int, list[Device]] = {}
-    for index in plan.used_devices:
-        device = plan.cluster.devices[index]
-        per_node.setdefault(device.node, []).append(device)
-    first = next(iter(per_node.values()))[0]
-    if len(per_node) == 1:
-        return f"{_visible(plan, first.node)}torchrun --standalone --nproc-per-node {plan.world_size} {run}"
+    """Write ``torchrun`` of ``run`` for each machine that has a used device; the first one is the meeting point.
+
+    Nodes of one ``host`` are one machine, whose processes play its devices in file order (``deployment.ranks``).
+    """
+    machines: dict[str | int, list[Device]] = {}
+    for device in plan.cluster.devices:
+        machines.setdefault(device.node if device.host is None else device.host.lower(), []).append(device)
+    used = set(plan.used_devices)
+    machines = {key: own for key, own in machines.items() if not used.isdisjoint(d.rank for d in own)}
+    first = next(device for own in machines.values() for device in own if device.rank in used)
+    if len(machines) == 1:
+        (alone,) = machines.values()
+        return f"{_visible(alone, used)}torchrun --standalone --nproc-per-node {plan.world_size} {run}"
     address = first.host or first.node_name
     return "\n".join(
-        f"# on {devices[0].node_name}\n"
-        f"{_visible(plan, node)}torchrun --nnodes {len(per_node)} --node-rank {position} "
-        f"--nproc-per-node {len(devices)} --master-addr {shlex.quote(address)} --master-port 29500 {run}"
-        for position, (node, devices) in enumerate(sorted(per_node.items()))
+        f"# on {' and '.join(dict.fromkeys(device.node_name for device in own if device.rank in used))}\n"
+        f"{_visible(own, used)}torchrun --nnodes {len(machines)} --node-rank {position} "
+        f"--nproc-per-node {sum(device.rank in used for device in own)} "
+        f"--master-addr {shlex.quote(address)} --master-port 29500 {run}"
+        for position, own in enumerate(machines.values())
     )
 
 
-def _visible(plan: PlanData, node: int) -> str:
-    """Name the GPUs that the processes of a node may see, if the plan leaves one idle that is not the last."""
-    ranks = plan.cluster.ranks_per_node[node]
-    used = [place for place, device in enumerate(ranks) if device in plan.used_devices]
-    gaps = used != list(range(len(used)))
-    is_gpu = plan.cluster.devices[ranks[0]].kind == "cuda"
-    return f"CUDA_VISIBLE_DEVICES={','.join(map(str, used))} " if gaps and is_gpu else ""
+def _visible(machine: Sequence[Device], used: Collection[int]) -> str:
+    """Name the GPUs that the processes of a machine may see, if the plan leaves one idle that is not the last."""
+    places = [place for place, device in enumerate(machine) if device.rank in used]
+    gaps = places != list(range(len(places)))
+    is_gpu = machine[0].kind == "cuda"
+    return f"CUDA_VISIBLE_DEVICES={','.join(map(str, places))} " if gaps and is_gpu else ""

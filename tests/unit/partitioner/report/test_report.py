@@ -249,6 +249,30 @@ def test_launch_commands_start_no_process_for_idle_devices() -> None:
     assert alone.startswith("torchrun --standalone --nproc-per-node 2 -m partitioner run")
 
 
+def test_two_entries_of_one_host_are_one_command() -> None:
+    """Two unlike cards in one machine: a process each, on a card each, whichever entry they are in."""
+    card = {"memory": "11GiB", "memory_bandwidth": "360GB/s", "flops": {"float32": "12T"}}
+
+    def desk(*hosts: str) -> ClusterSpec:
+        nodes = [
+            {"name": f"n{number}", "host": host, "device": {"name": f"card {number}", **card}}
+            for number, host in enumerate(hosts)
+        ]
+        return ClusterSpec.from_dict({"nodes": nodes, "network": "Ethernet-25G"})
+
+    both = made_plan(desk("10.0.0.2", "10.0.0.2"), (0, 1)).launch_command("gpt2")
+    assert both.startswith("torchrun --standalone --nproc-per-node 2 -m partitioner run")
+    second = made_plan(desk("desk", "desk"), (1,)).launch_command("gpt2")
+    assert second.startswith("CUDA_VISIBLE_DEVICES=1 torchrun --standalone --nproc-per-node 1 -m")
+    lines = made_plan(desk("desk", "far", "Desk"), (0, 1, 2)).launch_command("gpt2").splitlines()
+    assert [line.partition(" --master-addr")[0] for line in lines] == [
+        "# on n0 and n2",
+        "torchrun --nnodes 2 --node-rank 0 --nproc-per-node 2",
+        "# on n1",
+        "torchrun --nnodes 2 --node-rank 1 --nproc-per-node 1",
+    ]
+
+
 def test_micro_batches_in_words() -> None:
     assert microbatch_text(8, 2) == "2 micro-batches of 4"
     assert microbatch_text(9, 2) == "1 micro-batch of 5 + 1 of 4"
