@@ -19,6 +19,8 @@ from functools import cache
 from importlib.resources import files
 from typing import Any
 
+from partitioner.pictures.packed import packed
+
 _ESCAPES = str.maketrans({character: f"\\u{ord(character):04x}" for character in "<>&\u2028\u2029"})
 """The characters that could end a script element or a line of script, and how JSON writes them."""
 
@@ -36,7 +38,7 @@ def render_page(data: Mapping[str, Any]) -> str:
         # The three below are ours or escaped just here; everything else goes through autoescape.
         script=Markup(script),
         style=Markup(style),
-        data=Markup(escaped_json(data)),
+        data=Markup(escaped_json(packed(data))),
     )
 
 
