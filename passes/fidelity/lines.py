@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from passes.fidelity.steps import parameter_hooks
 from passes.graph.graph import OpGraph
 from passes.trace.noted import Change
 from passes.trace.python_state import outside_libraries
@@ -123,3 +124,22 @@ def _with_inner(code: types.CodeType) -> Iterator[types.CodeType]:
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
             yield from _with_inner(constant)
+
+
+def module_hooks(model: nn.Module) -> list[str]:
+    """Name the hooks on the gradients of modules, with the lines where they are written."""
+    return [
+        f"{line_of(hook)}, a backward hook of module {path or '(root)'}"
+        for path, module in model.named_modules()
+        for table in (module._backward_hooks, module._backward_pre_hooks)
+        for hook in table.values()
+    ]
+
+
+def hook_lines(model: nn.Module) -> list[str]:
+    """Name the hooks on parameters, with the lines where they are written."""
+    return [
+        f"{line_of(hook)}, a hook of parameter {name}"
+        for name, parameter in model.named_parameters()
+        for hook in parameter_hooks(parameter)
+    ][:3]

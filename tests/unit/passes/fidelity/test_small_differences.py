@@ -11,7 +11,10 @@ from torch import Tensor, nn
 
 from partitioner import ModelError
 from partitioner.models.as_graph import as_graph
+from passes.fidelity import check
+from passes.fidelity.agree import Numbers
 from passes.fidelity.check import check_fidelity
+from passes.fidelity.steps import Subject, eager_step
 from passes.trace.trace import trace
 
 
@@ -82,3 +85,28 @@ def test_an_attribute_made_of_the_first_batch_is_refused() -> None:
     with pytest.raises(ModelError, match="kept: None -> tensor"):
         as_graph(model, example_inputs=torch.randn(8, 6), loss_fn=squared)
     assert model.kept is None
+
+
+@pytest.mark.parametrize(
+    ("most_seconds", "steps", "said"), [(0.0, 1, "a later one was not tried"), (1e9, 3, "in 16 bits alone")]
+)
+def test_a_slow_model_runs_few_steps_and_the_plan_says_what_was_not_tried(
+    most_seconds: float, steps: int, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One step where it is slow; none in float64 where that would be."""
+    ran: list[torch.dtype] = []
+
+    def step(subject: Subject) -> Numbers:
+        ran.append(next(subject.model.parameters()).dtype)
+        return eager_step(subject)
+
+    monkeypatch.setattr(check, "eager_step", step)
+    monkeypatch.setattr(check, "MOST_SECONDS", most_seconds)
+    monkeypatch.setattr(check, "WIDER", 1e18)
+    model, x = Model(annealed).bfloat16(), torch.randn(8, 6, dtype=torch.bfloat16)
+    notes = check_fidelity(trace(model, x, loss_fn=squared), model, x, squared).notes
+    assert ran == [torch.bfloat16] * steps
+    assert any(said in note for note in notes)
+    off = trace(model, x, loss_fn=lambda output, batch: output.square().mean() * 1.2)
+    with pytest.raises(ModelError, match="computes something else"):
+        check_fidelity(off, model, x, squared)
