@@ -91,6 +91,22 @@ def all_to_all_seconds(size_bytes: float, ranks: int, link: Connection) -> float
     return (ranks - 1) * point_to_point_seconds(size_bytes / ranks, link)
 
 
+def hierarchical_all_to_all_seconds(
+    size_bytes: float, ranks_per_node: int, nodes: int, inside: Connection, between: Connection
+) -> float:
+    """Return max((g−1)·(α₁ + n/p·β₁), α₂ + (p−g)/p·n·β₂), p = g·k, for a hierarchy of nodes.
+
+    Each rank sends 1/p of its n bytes to every other: g − 1 pieces in its own node, pairwise as without a hierarchy, and
+    meanwhile p − g to other nodes, over links of their own. Those are all begun at once (an all-to-all is a group of sends
+    and receives: NCCL user guide, point-to-point communication), so the way there is waited for once. ``between`` is what
+    *one* rank of a node gets, as in ``hierarchical_all_reduce_seconds``.
+    """
+    ranks = ranks_per_node * nodes
+    leaving_bytes = size_bytes * (ranks - ranks_per_node) / ranks
+    within = (ranks_per_node - 1) * point_to_point_seconds(size_bytes / ranks, inside)
+    return max(within, point_to_point_seconds(leaving_bytes, between) if nodes > 1 else 0.0)
+
+
 def hidden_seconds(
     sending: float | FloatArray, computing: float | FloatArray, contention: float
 ) -> FloatArray:

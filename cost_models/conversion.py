@@ -27,6 +27,7 @@ from cost_models.communication import (
     AlphaBeta,
     all_to_all_seconds,
     hierarchical_all_reduce_seconds,
+    hierarchical_all_to_all_seconds,
     ring_all_gather_seconds,
     ring_all_reduce_seconds,
     slowest_hop,
@@ -206,7 +207,7 @@ class AxisLinks:
                 return _of_pairs_seconds(kind, size_bytes, self.size, curve)
         if kind == "all_to_all":
             start = START_SECONDS if self.gpus else 0.0
-            return start + all_to_all_seconds(size_bytes / self.size, self.size, self.ring)
+            return start + self._all_to_all_seconds(size_bytes / self.size)
         if self.gpus is not None:
             if kind == "all_reduce":
                 return self.gpus.all_reduce_seconds(size_bytes)
@@ -220,6 +221,13 @@ class AxisLinks:
             tree_all_reduce_seconds(size_bytes, self.size, self.ring),
             self.hierarchy_seconds(size_bytes),
         )
+
+    def _all_to_all_seconds(self, size_bytes: float) -> float:
+        """Return the seconds in which each rank gives away ``size_bytes``, a piece to every rank."""
+        if self.inside is None or self.between is None:
+            return all_to_all_seconds(size_bytes, self.size, self.ring)
+        nodes = self.size // self.per_node
+        return hierarchical_all_to_all_seconds(size_bytes, self.per_node, nodes, self.inside, self.between)
 
     def hierarchy_seconds(self, size_bytes: float) -> float:
         """Return the seconds of an all-reduce by a hierarchy of nodes; infinite if there is none."""

@@ -60,6 +60,21 @@ def test_all_to_all():
     assert comm.all_to_all_seconds(4e6, 4, LINK) == pytest.approx(3 * (1e-3 + 1.0))
 
 
+def test_all_to_all_between_nodes_sends_inside_meanwhile():
+    fast, slow = comm.AlphaBeta(1e-6, 9e6), comm.AlphaBeta(1e-3, 1e6)
+    # four ranks of two nodes, a piece of 1 MB each: one stays inside, two leave
+    assert comm.hierarchical_all_to_all_seconds(4e6, 2, 2, fast, slow) == pytest.approx(1e-3 + 2.0)
+    # the other way round, the piece inside takes longer than both outside
+    assert comm.hierarchical_all_to_all_seconds(4e6, 2, 2, slow, fast) == pytest.approx(1e-3 + 1.0)
+    # one node, or a rank on each node, is flat
+    assert comm.hierarchical_all_to_all_seconds(4e6, 4, 1, slow, fast) == comm.all_to_all_seconds(
+        4e6, 4, slow
+    )
+    assert comm.hierarchical_all_to_all_seconds(4e6, 1, 4, fast, slow) == comm.all_to_all_seconds(
+        4e6, 4, slow
+    )
+
+
 @pytest.mark.parametrize("collective", ["ring_all_reduce", "tree_all_reduce", "all_to_all"])
 def test_one_rank_has_nobody_to_talk_to(collective):
     assert getattr(comm, f"{collective}_seconds")(1e6, 1, LINK) == 0
