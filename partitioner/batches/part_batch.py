@@ -213,8 +213,7 @@ def normalized(
     counts = graph.token_counts
     if counts is None or not loaded_in_parts(batch):
         return with_normalizers(graph, leaves, sizes, needed)
-    length = sum(normalizer.numbers for normalizer in counts.normalizers)
-    own = torch.zeros(length + (len(sizes) if counts.metric_share else 0) + 1, dtype=torch.float64)
+    own = torch.zeros(counts.numbers(graph.batch, len(sizes)) + 1, dtype=torch.float64)
     if isinstance(batch, PartBatch) and batch.place.speaks and counts.made & set(needed):
         found = counted(counts, graph.batch, leaves, [size // batch.place.world for size in sizes])
         own = torch.cat([found, found.new_full((1,), float(batch.place.rank == 0))])

@@ -180,7 +180,7 @@ def _with_tokens(
 ) -> tuple[StepSums, Sequence[str]]:
     """Add the batch's valid tokens as one more metric, which ranks that have the labels bring: (sums, names of metrics)."""
     counts = made.graph.token_counts
-    if counts is None:
+    if counts is None or counts.shared_by is None:
         return sums, made.names("metric")
     if counts.made & made.runs.leaf_names:  # it counted them for the loss
         parts = batch.place.world if isinstance(batch, PartBatch) else 1

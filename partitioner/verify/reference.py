@@ -116,8 +116,9 @@ def why_in_pieces(graph: OpGraph) -> str:
         return f"each micro-batch draws its own random numbers ({drawn[0]})"
     if written := [output.name for output in graph.outputs if output.kind == "buffer"]:
         return f"each micro-batch writes the buffer {written[0]}"
-    others = graph.token_counts.other_terms if graph.token_counts is not None else ()
-    return f"the loss has terms besides its token mean ({others[0]})" if others else ""
+    if graph.unlike_whole:
+        return f"the whole batch's loss is not made of the micro-batches' at {graph.unlike_whole[0]}"
+    return ""
 
 
 def _coupled(coupling: Coupling) -> str:
@@ -164,7 +165,7 @@ def counted_means(
     ``double``: the model is in float64, whatever it asks for.
     """
     assert graph.token_counts is not None
-    if any(normalizer.ignore_index is None for normalizer in graph.token_counts.normalizers):
+    if graph.token_counts.totals or graph.token_counts.inverse_shares:
         raise UsageError(
             f"cannot verify {graph.model_name} under a token mean",
             [f"{why_in_pieces(graph)}, and the loss divides by a count of its own"],

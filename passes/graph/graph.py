@@ -140,6 +140,10 @@ class OpGraph:
     """The way from micro-batches' losses to the batch's: see ``passes.trace.loss.reduction``."""
     token_counts: TokenCounts | None = None
     """Under "token_mean": how to fill the batch leaves that no user's batch has."""
+    unlike_whole: tuple[str, ...] = ()
+    """The terms of the loss of which ``loss_reduction`` does not make the whole batch's out of those of micro-batches."""
+    reduction_declared: bool = False
+    """True if the user (or a plan) said ``loss_reduction``, and so how unlike terms are put together."""
     precision: Precision = field(default_factory=Precision)
     """The data types of the trace: parameters' placeholders have their ``leaf`` types, ``StateSpec`` the model's own."""
     opaque: tuple[str, ...] = ()

@@ -1,6 +1,7 @@
-"""Divisors of token means, counted from the whole batch before its micro-batches run.
+"""What a loss takes from the whole batch, counted before its micro-batches run: divisors of token means, and totals.
 
     batch leaves ──(a small graph: shift, pad, flatten)──► targets ──► valid ones, N ──► leaf ``loss_normalizer``
+                                                     └───► the sum of a mask, or of weights ──► leaf ``loss_total``
 
 Micro-batch i, with its share wᵢ = samples in it / samples in the batch, computes lossᵢ = Sᵢ / (N · wᵢ), Sᵢ being the sum
 over its own valid targets. Then Σ wᵢ · lossᵢ = Σ Sᵢ / N: the loss of the whole batch, and one without valid targets adds
@@ -10,6 +11,7 @@ exactly 0. If no target of the batch is valid, N = 0 and the loss is nan, as it 
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -25,7 +27,7 @@ from runtime.segment.microbatch import cut_at
 class Normalizer:
     """One extra batch leaf, of shape (samples,).
 
-    ``ignore_index``: the target that does not count; None if the graph of counts returns the denominator itself.
+    ``ignore_index``: the target that does not count; None if the graph of counts tells which ones do.
     ``class_counts``: for a loss with class weights, a second leaf of shape (classes,): valid targets of the whole batch
     per class. The model's graph then computes Σ counts · weights, as only it holds the weights.
     """
@@ -43,26 +45,43 @@ class Normalizer:
 
 @dataclass(frozen=True)
 class TokenCounts:
-    """The way to fill the extra leaves. ``module(*leaves, *constants)`` returns one tensor per normalizer."""
+    """The way to fill the extra leaves. ``module(*leaves, *constants)`` returns one tensor per normalizer and total."""
 
     module: fx.GraphModule
     leaves: tuple[str, ...]
     constants: Mapping[str, Tensor]
     normalizers: tuple[Normalizer, ...]
-    other_terms: tuple[str, ...] = ()
-    """Ops whose results the loss adds to its token means; they count by samples."""
+    totals: tuple[str, ...] = ()
+    """Leaves without a batch dimension: what the module returns of the whole batch."""
+    inverse_shares: tuple[str, ...] = ()
+    """Leaves, (samples,), of the inverse of the micro-batch's share of the samples: sums are multiplied by it."""
     metric_share: str = ""
     """One more leaf, (samples,): the micro-batch's share of the valid tokens over its share of the samples."""
+    shared_by: int | None = None
+    """Number of the result of ``module`` that counts the valid tokens; None if there is none."""
     _on_device: dict[torch.device, fx.GraphModule] = field(default_factory=dict, repr=False, compare=False)
 
     @property
     def made(self) -> frozenset[str]:
         """Names of the leaves that no user's batch has."""
         names = [name for n in self.normalizers for name in (n.leaf, n.class_counts)]
-        return frozenset(name for name in (*names, self.metric_share) if name)
+        return frozenset(
+            name for name in (*names, *self.totals, *self.inverse_shares, self.metric_share) if name
+        )
+
+    def numbers(self, spec: BatchSpec, microbatches: int) -> int:
+        """Return the count of numbers that ``counted`` returns."""
+        own = sum(normalizer.numbers for normalizer in self.normalizers)
+        return (
+            own
+            + sum(_elements(spec, leaf) for leaf in self.totals)
+            + (microbatches if self.metric_share else 0)
+        )
 
     def results(self, batch: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
-        """Compute the targets or denominators of ``batch``, one per normalizer, on the device of its first leaf."""
+        """Compute the targets and totals of ``batch``, on the device of its first leaf."""
+        if not self.leaves:
+            return ()
         device = batch[self.leaves[0]].device
         if device not in self._on_device:
             self._on_device[device] = _relocated(self.module, device)
@@ -100,7 +119,7 @@ def filled(
     if numbers is None:
         numbers = counted(counts, spec, batch, sizes)
     device = numbers.device
-    samples_of = torch.tensor(sizes)
+    samples_of = torch.tensor(list(sizes))
     inverse_share = sum(sizes) / samples_of.double()
     per_sample = inverse_share.repeat_interleave(samples_of).to(device, non_blocking=True)
     made: dict[str, Tensor] = {}
@@ -111,6 +130,11 @@ def filled(
         if normalizer.class_counts:
             made[normalizer.class_counts] = found
         made[normalizer.leaf] = per_sample if normalizer.class_counts else per_sample / found
+    for leaf in counts.totals:
+        shape, elements = spec.leaves[leaf].shape, _elements(spec, leaf)
+        made[leaf] = numbers[at : at + elements].reshape([int(size) for size in shape])
+        at += elements
+    made |= dict.fromkeys(counts.inverse_shares, per_sample)
     if counts.metric_share:
         tokens = numbers[at:]
         share = tokens / tokens.sum() * inverse_share.to(device, non_blocking=True)
@@ -123,35 +147,33 @@ def counted(
 ) -> Tensor:
     """Count everything that ``filled`` needs to know of the contents: one vector, float64.
 
-    Per normalizer its denominator, or the valid targets per class; where metrics are shared, then valid targets per
-    micro-batch, unweighted. Vectors of parts of a batch add up where ``adds_up``. ``sizes``: samples of each micro-batch.
+    Per normalizer its denominator, or the valid targets per class; the totals; where metrics are shared, valid targets per
+    micro-batch, unweighted. Vectors of parts of a batch add up where ``adds_up``. ``sizes``: samples of micro-batches.
     """
+    results = counts.results(batch)
     numbers = [
-        _per_class(normalizer, found) if normalizer.class_counts else _total(normalizer, found).reshape(1)
-        for normalizer, found in zip(counts.normalizers, counts.results(batch), strict=True)
+        _per_class(normalizer, found) if normalizer.class_counts else _valid(normalizer, found).reshape(1)
+        for normalizer, found in zip(counts.normalizers, results, strict=False)
     ]
+    numbers += [total.double().reshape(-1) for total in results[len(counts.normalizers) :]]
     if counts.metric_share:
         numbers.append(_valid_tokens(counts, spec, batch, sizes))
-    return torch.cat(numbers)
+    return torch.cat(numbers) if numbers else torch.zeros(0, dtype=torch.float64)
 
 
 def adds_up(counts: TokenCounts, spec: BatchSpec) -> bool:
     """Tell, conservatively, whether counts of parts of a batch add up to those of the whole one.
 
-    Targets must be made sample by sample; a denominator must be a sum of such a thing, and nothing be made of it.
+    Targets must be made sample by sample; a total must be a sum of such a thing, and nothing be made of it.
     """
     if any(spec.batch_dims[name] != 0 for name in counts.leaves):
         return False
     output = counts.module.graph.output_node()
     results = output.args[0]
     assert isinstance(results, tuple)
-    sums: set[fx.Node] = set()
-    for normalizer, result in zip(counts.normalizers, results, strict=True):
-        if normalizer.ignore_index is None:
-            found = _summed(result)
-            if not found:
-                return False
-            sums |= found
+    sums = set(results[len(counts.normalizers) :])
+    if any(op_name(node) not in ("sum", "count_nonzero") for node in sums):
+        return False
     if any(user not in sums and user is not output for node in sums for user in node.users):
         return False
     return all(
@@ -159,15 +181,6 @@ def adds_up(counts: TokenCounts, spec: BatchSpec) -> bool:
         for node in counts.module.graph.nodes
         if node.op == "call_function"
     )
-
-
-def _summed(result: fx.Node) -> set[fx.Node]:
-    """Find the sum that a denominator is, with the casts after it; nothing if it is something else."""
-    found = {result}
-    while op_name(result) in _CASTS and len(result.all_input_nodes) == 1:
-        result = result.all_input_nodes[0]
-        found.add(result)
-    return found if result.target is torch.ops.aten.sum.default else set()
 
 
 _CASTS = frozenset({"_to_copy", "to", "alias", "clone", "detach"})
@@ -197,29 +210,38 @@ _TO_THE_END = 2**62
 
 
 def valid_tokens(counts: TokenCounts, batch: Mapping[str, Tensor]) -> Tensor:
-    """Count the valid targets of the whole batch, by the loss's first normalizer: (), float64, unweighted."""
-    return _total(counts.normalizers[0], counts.results(batch)[0])
+    """Count the valid targets of the batch, by the loss's first mean: (), float64, unweighted."""
+    assert counts.shared_by is not None
+    found = counts.results(batch)[counts.shared_by]
+    means = counts.normalizers
+    return (
+        _valid(means[counts.shared_by], found)
+        if counts.shared_by < len(means)
+        else found.double().reshape(())
+    )
 
 
 def _valid_tokens(
     counts: TokenCounts, spec: BatchSpec, batch: Mapping[str, Tensor], sizes: Sequence[int]
 ) -> Tensor:
-    """Count the valid targets of each micro-batch, by the loss's first normalizer: (microbatches,), float64, unweighted."""
+    """Count the valid targets of each micro-batch, by the loss's first mean: (microbatches,), float64, unweighted."""
     ends = list(itertools.accumulate(sizes))
     pieces = {name: cut_at(batch[name], spec.batch_dims[name], ends) for name in counts.leaves}
-    first = counts.normalizers[0]
     return torch.stack(
         [
-            _total(first, counts.results({name: parts[index] for name, parts in pieces.items()})[0])
+            valid_tokens(counts, {name: parts[index] for name, parts in pieces.items()})
             for index in range(len(sizes))
         ]
     )
 
 
-def _total(normalizer: Normalizer, found: Tensor) -> Tensor:
-    if normalizer.ignore_index is None:
-        return found.double().reshape(())
-    return (found != normalizer.ignore_index).sum().double()
+def _valid(normalizer: Normalizer, targets: Tensor) -> Tensor:
+    valid = targets if normalizer.ignore_index is None else targets != normalizer.ignore_index
+    return valid.sum().double()
+
+
+def _elements(spec: BatchSpec, leaf: str) -> int:
+    return math.prod(int(size) for size in spec.leaves[leaf].shape)
 
 
 def _per_class(normalizer: Normalizer, targets: Tensor) -> Tensor:

@@ -42,8 +42,11 @@ aten = torch.ops.aten
 Kind = Literal["batch statistics", "samples", "running state"]
 _TALK = frozenset({"batch_norm:samples"})
 """Local forms in which ranks exchange more than parts of a sum: a micro-batch has nobody to ask."""
-_AFFINE = frozenset({"add", "sub", "rsub", "stack", "cat", "add_", "lerp"})
-"""Ops that are linear in all operands together: a sum over samples plus a constant is a mean of sums plus it."""
+_AFFINE = frozenset({"add", "sub", "rsub", "stack", "cat", "add_", "lerp", "where"})
+"""Ops that are linear in all operands together: a sum over samples plus a constant is a mean of sums plus it.
+
+(``where`` in both that it chooses from: what decides is no sum, and depends on none.)
+"""
 _ROWS = frozenset({"index", "_unsafe_index"})
 _VIEWS = frozenset({"view", "reshape", "_unsafe_view", "unflatten", "flatten"})
 _PARTS = frozenset(
@@ -123,6 +126,10 @@ class _Walk:
             elif any(isinstance(s, Coupled) for s in states) and not any(
                 isinstance(s, Coupled) for s in before
             ):
+                result.append(_named(node, "samples"))
+        unlike = () if graph.reduction_declared else graph.unlike_whole
+        for node in (graph.nodes[name] for name in unlike):
+            if not any(isinstance(state, Coupled) for state in self._states.get(node, ())):
                 result.append(_named(node, "samples"))
         named = {coupling.op for coupling in result}
         for output in graph.outputs:

@@ -169,6 +169,8 @@ def trace(
         precision=subject.precision,
         loss_reduction=reduced.reduction,
         token_counts=reduced.counts,
+        unlike_whole=reduced.unlike_whole,
+        reduction_declared=loss_reduction is not None,
         opaque=tuple(opaque),
     )
     if graph.precision.casts_to is not None:

@@ -5,7 +5,9 @@
                                                                that comes with the batch, as num_items_in_batch)
     "token_mean"  Σ over valid tokens / valid tokens           of the whole batch (``passes.trace.loss.token_mean``)
 
-Undeclared, a mean over labels means "token_mean", a cross-entropy that is summed means "sum", and everything else "mean".
+Undeclared, a loss of means over samples alone means "mean", one of sums alone "sum"; with a mean over labels, with anything
+else that is divided by what the batch decides, and with sums beside means it is "token_mean". Terms of which none of them
+makes the whole batch's are ``OpGraph.unlike_whole``: where they were not declared to be averaged, the batch is not cut.
 Whatever runs a step asks ``with_normalizers`` for the leaves and ``loss_weights`` for the weights.
 """
 
@@ -15,13 +17,17 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal, TypeAlias, get_args
 
-from torch import Tensor
+from torch import Tensor, fx
 
 from cost_models.errors import ModelError, UsageError
+from passes.graph.nodes import copy_graph, new_module
 from passes.graph.token_counts import TokenCounts, filled, user_leaves
 from passes.trace.build import Converted
-from passes.trace.loss.terms import CROSS_ENTROPIES, LossTerms, loss_terms
+from passes.trace.loss.dependence import ancestors
+from passes.trace.loss.leaves import MadeLeaves
+from passes.trace.loss.terms import LossTerms, loss_terms
 from passes.trace.loss.token_mean import token_mean
+from passes.trace.loss.totals import with_totals
 from runtime.segment.code import BatchSpec
 from runtime.segment.microbatch import batch_size_of, microbatch_sizes
 
@@ -34,13 +40,14 @@ LOSS_REDUCTIONS: tuple[LossReduction, ...] = get_args(LossReduction)
 
 @dataclass(frozen=True)
 class Reduced:
-    """The traced graph under a loss reduction."""
+    """The traced graph under a loss reduction. ``unlike_whole``: names of the terms that it does not put together right."""
 
     traced: Converted
     batch: BatchSpec
     reduction: LossReduction
     counts: TokenCounts | None
     notes: tuple[str, ...]
+    unlike_whole: tuple[str, ...] = ()
 
 
 def reduce_loss(
@@ -49,23 +56,27 @@ def reduce_loss(
     """Apply the declared reduction, or the one that the loss itself asks for. Raises ModelError where a declared token
     mean cannot be had.
     """
-    found = loss_terms(traced, spec)
     unchanged = Reduced(traced, spec, declared or "mean", None, ())
-    if found is None or declared in ("mean", "sum"):
+    found = loss_terms(traced, spec)
+    if found is None:
         return replace(unchanged, notes=_summed_metrics(traced, unchanged.reduction))
+    totals: Mapping[str, fx.Node] = {}
+    if declared in (None, "token_mean"):
+        traced, leaves, totals, found = _with_totals(traced, spec)
+    reduction = declared or _own(found, totals)
+    if declared == "token_mean":
+        _refuse_without_terms(found, totals, model_name)
+    notes = _summed_metrics(traced, reduction)
     if declared is None:
-        chosen, notes = _own(found)
-        if chosen != "token_mean":
-            notes += _summed_metrics(traced, chosen)
-            return replace(unchanged, reduction=chosen, notes=notes)
-    else:
-        notes = ()
-        _refuse_without_terms(found, model_name)
-    traced, spec, counts = token_mean(traced, spec, found)
-    if counts.other_terms:
-        rest = ", ".join(counts.other_terms)
-        notes += (f"the loss has terms besides its token mean ({rest}): these are averaged by samples",)
-    return Reduced(traced, spec, "token_mean", counts, notes)
+        notes += tuple(
+            f"several micro-batches would average the loss by samples: {p}" for p in found.problems
+        )
+    unlike = tuple(node.name for node in found.unlike(reduction))
+    unchanged = replace(unchanged, reduction=reduction, notes=notes, unlike_whole=unlike)
+    if reduction != "token_mean":
+        return unchanged
+    traced, spec, counts = token_mean(traced, leaves, totals, found)
+    return replace(unchanged, traced=traced, batch=spec, counts=counts)
 
 
 def checked_reduction(declared: str | None) -> LossReduction | None:
@@ -102,29 +113,37 @@ def _summed_metrics(traced: Converted, reduction: LossReduction) -> tuple[str, .
     )
 
 
-def _own(found: LossTerms) -> tuple[LossReduction, tuple[str, ...]]:
+def _with_totals(
+    traced: Converted, spec: BatchSpec
+) -> tuple[Converted, MadeLeaves, Mapping[str, fx.Node], LossTerms]:
+    """Let the loss read totals of the whole batch, but for those of terms that only the whole batch has: where such a batch
+    is cut all the same, each micro-batch computes its own term.
+    """
+    left = set[str]()
+    while True:
+        copied = replace(traced, module=new_module(traced.module, copy_graph(traced.module.graph)))
+        leaves = MadeLeaves(copied, spec)
+        made, totals = with_totals(copied, leaves, left)
+        found = loss_terms(made, leaves.spec())
+        assert found is not None
+        behind_others = set(ancestors(*found.others))
+        more = {node.name for leaf, node in totals.items() if leaves.nodes[leaf] in behind_others}
+        if not more:
+            return made, leaves, totals, found
+        left |= more
+
+
+def _own(found: LossTerms, totals: Mapping[str, fx.Node]) -> LossReduction:
     """Return the reduction that the loss asks for by its own form."""
-    if found.terms and not found.problems:
-        return "token_mean", ()
-    if found.problems:
-        # A mean over tokens that cannot be had exactly: the user must hear that it is approximated.
-        return "mean", tuple(
-            f"the loss is averaged over micro-batches by samples, not by tokens: {p}" for p in found.problems
-        )
+    if found.means or totals:
+        return "token_mean"
     if not found.sums:
-        return "mean", ()
-    summed = any(node.target in CROSS_ENTROPIES for node in found.sums)
-    if summed and not (found.terms or found.others or found.adds_constant):
-        return "sum", ()
-    names = ", ".join(node.name for node in found.sums)
-    return "mean", (
-        f"the loss sums over samples ({names}), and micro-batches count by their samples: "
-        'loss_reduction="sum" adds them up',
-    )
+        return "mean"
+    return "token_mean" if found.averages or found.others or found.adds_constant else "sum"
 
 
-def _refuse_without_terms(found: LossTerms, model_name: str) -> None:
-    if found.terms and not found.problems:
+def _refuse_without_terms(found: LossTerms, totals: Mapping[str, fx.Node], model_name: str) -> None:
+    if found.means or found.sums or totals:
         return
     raise ModelError(
         f"the loss of {model_name} cannot be a mean over the batch's tokens",

@@ -1,4 +1,4 @@
-"""Token mean: divide by the whole batch's valid tokens, not by each micro-batch's own.
+"""Token mean: each term of the loss is the whole batch's, whatever its micro-batches.
 
 Before                                                 After
     %ce   = cross_entropy_loss(%logits, %targets)          %sum   = cross_entropy_loss(%logits, %targets, None, SUM)
@@ -9,24 +9,35 @@ Before                                                 After
 ``loss_normalizer`` is one more batch leaf, (samples,), that whoever runs a step fills in (``passes.graph.token_counts``).
 Where something else than the loss reads %ce (a metric), it goes on reading the micro-batch's own mean: %sum / valid
 targets. Class weights: the denominator is Σ (valid targets of a class) · (its weight), counts from the batch, weights in
-the graph. Metrics are multiplied by one more leaf, so that the weights of the losses make them a mean by valid tokens as
+the graph. A sum over samples beside means is multiplied by ``loss_inverse_share``, as micro-batches are weighed by their
+samples. Metrics are multiplied by one more leaf, so that the weights of the losses make them a mean by valid tokens as
 well. Losses in 16 bits are summed and divided in 32, where a sum over many tokens does not overflow.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import fx
 
-from passes.graph.graph import GraphInput, GraphOutput, tensor_specs
-from passes.graph.nodes import argument, call, drop_dead_code, fake_call, fake_mode_of, quiet, value_of
+from passes.graph.graph import GraphOutput
+from passes.graph.nodes import (
+    argument,
+    call,
+    drop_dead_code,
+    fake_call,
+    fake_mode_of,
+    nodes_in,
+    op_name,
+    value_of,
+)
 from passes.graph.token_counts import Normalizer, TokenCounts
-from passes.trace.build import Converted, used_inputs
-from passes.trace.loss.terms import CROSS_ENTROPIES, NONE, SUM, LossTerm, LossTerms
+from passes.trace.build import Converted
+from passes.trace.loss.leaves import MadeLeaves
+from passes.trace.loss.terms import NONE, SUM, LabelMean, LossTerms
 from runtime.segment.code import BatchSpec
 
 aten = torch.ops.aten
@@ -34,108 +45,77 @@ aten = torch.ops.aten
 LEAF = "loss_normalizer"
 CLASS_COUNTS = "loss_class_counts"
 METRIC_SHARE = "loss_metric_share"
+INVERSE_SHARE = "loss_inverse_share"
 
 
 def token_mean(
-    traced: Converted, spec: BatchSpec, found: LossTerms
+    traced: Converted, leaves: MadeLeaves, totals: Mapping[str, fx.Node], found: LossTerms
 ) -> tuple[Converted, BatchSpec, TokenCounts]:
-    """Rewrite every term of ``found``, the graph of ``traced`` in place. With the batch's extra leaves, and how these are
-    filled.
+    """Rewrite every mean and every sum of ``found``, the graph of ``traced`` in place. With the batch's further leaves, and
+    how these are filled. ``totals``: the node of the micro-batch's own, by leaf (``passes.trace.loss.totals``).
     """
     graph = traced.module.graph
-    leaves = _Leaves(traced, spec)
-    normalizers = tuple(leaves.normalizer(term) for term in found.terms)
-    module, names, constants = _counting(traced, [term.counted for term in found.terms])
+    normalizers = tuple(_normalizer(mean, leaves) for mean in found.means)
+    instead = {leaves.nodes[leaf]: node for leaf, node in totals.items()}
+    module, names, constants = _counting(traced, found.means, totals, instead)
     scaled: dict[fx.Node, fx.Node] = {}
-    for term, normalizer in zip(found.terms, normalizers, strict=True):
-        own, whole = _scaled(graph, term, normalizer, leaves.nodes)
+    for mean, normalizer in zip(found.means, normalizers, strict=True):
+        own, whole = _scaled(graph, mean, normalizer, leaves.nodes)
         scaled[own] = whole
+    shares: dict[torch.dtype, str] = {}
+    for node in found.sums:
+        dtype = _sum_dtype(node)
+        if dtype not in shares:
+            shares[dtype] = leaves.per_sample(INVERSE_SHARE, dtype)
+        scaled[node] = _as_part(graph, node, leaves.nodes[shares[dtype]])
     for node in found.path:  # copied: a metric may go on reading the old one
         with graph.inserting_before(node.next):
             scaled[node] = graph.node_copy(node, lambda source: scaled.get(source, source))
-    rest = tuple(node.name for node in (*found.sums, *found.others))
     outputs = _with_loss(traced, scaled)
-    share = ""
-    if any(entry.kind == "metric" for entry in outputs):
-        share = leaves.metric_share()
+    share, by = "", _shared_by(found, totals)
+    if by is not None and any(entry.kind == "metric" for entry in outputs):
+        share = leaves.per_sample(METRIC_SHARE, torch.float64)
         outputs = _with_shared_metrics(graph, outputs, leaves.nodes[share])
     drop_dead_code(graph)
-    inputs = used_inputs(graph, {i.node: i for i in (*traced.inputs, *leaves.inputs)})
+    inputs, spec = leaves.used()
     graph.lint()
     traced.module.recompile()
     kept = {i.name for i in inputs if i.kind == "constant"}
-    return (
-        Converted(
-            traced.module,
-            inputs,
-            outputs,
-            {n: c for n, c in traced.constants.items() if n in kept},
-            traced.views,
-        ),
-        _with_known_symbols(leaves.spec(), inputs, graph),
-        TokenCounts(module, names, constants, normalizers, rest, share),
+    used = {n: c for n, c in traced.constants.items() if n in kept}
+    counts = TokenCounts(
+        module, names, constants, normalizers, tuple(totals), tuple(shares.values()), share, by
     )
+    return Converted(traced.module, inputs, outputs, used, traced.views), spec, counts
 
 
-class _Leaves:
-    """Makes the placeholders of the extra batch leaves, after all others."""
+def _normalizer(mean: LabelMean, leaves: MadeLeaves) -> Normalizer:
+    """Make the leaf (or two) that a mean is scaled by."""
+    dtype, weight = _sum_dtype(mean.node), argument(mean.node, "weight")
+    leaf = leaves.per_sample(LEAF, dtype)
+    ignored = argument(mean.node, "ignore_index")
+    if weight is None:
+        return Normalizer(leaf, None if isinstance(ignored, fx.Node) else int(ignored))
+    classes = int(weight.meta["val"].shape[0])
+    return Normalizer(leaf, int(ignored), leaves.whole(CLASS_COUNTS, (classes,), dtype), classes)
 
-    def __init__(self, traced: Converted, spec: BatchSpec) -> None:
-        self.nodes: dict[str, fx.Node] = {}
-        self.inputs: list[GraphInput] = []
-        self._graph, self._before = traced.module.graph, spec
-        self._dims: dict[str, int | None] = {}
-        self._mode = fake_mode_of(self._graph)
-        node_of = {i.name: i.node for i in traced.inputs if i.kind == "batch"}
-        nodes = {node.name: node for node in self._graph.find_nodes(op="placeholder")}
-        self._samples: Any = next(
-            nodes[node_of[name]].meta["val"].shape[dim]
-            for name, dim in spec.batch_dims.items()
-            if dim is not None and name in node_of
-        )
 
-    def normalizer(self, term: LossTerm) -> Normalizer:
-        """Make the leaf (or two) that ``term`` is scaled by."""
-        dtype = _sum_dtype(term.node)
-        leaf = self._add(LEAF, self._samples, 0, dtype)
-        if term.node.target not in CROSS_ENTROPIES:
-            return Normalizer(leaf, None)
-        ignored = int(argument(term.node, "ignore_index", -100))
-        weight = argument(term.node, "weight")
-        if weight is None:
-            return Normalizer(leaf, ignored)
-        classes = int(weight.meta["val"].shape[0])
-        return Normalizer(leaf, ignored, self._add(CLASS_COUNTS, classes, None, dtype), classes)
+def _shared_by(found: LossTerms, totals: Mapping[str, fx.Node]) -> int | None:
+    """Number, among what is counted, that by which metrics are weighed; None: by samples."""
+    if found.means:
+        return 0
+    sums = (
+        n for n, node in enumerate(totals.values()) if op_name(node) == "sum" and not node.meta["val"].dim()
+    )
+    return next(sums, None)
 
-    def metric_share(self) -> str:
-        """Name the leaf that metrics are scaled by."""
-        return self._add(METRIC_SHARE, self._samples, 0, torch.float64)
 
-    def spec(self) -> BatchSpec:
-        """Return the batch with the new leaves."""
-        return replace(
-            self._before,
-            batch_dims={**self._before.batch_dims, **self._dims},
-            leaves={**self._before.leaves, **{n: tensor_specs(self.nodes[n])[0] for n in self._dims}},
-        )
-
-    def _add(self, name: str, size: Any, dim: int | None, dtype: torch.dtype) -> str:
-        taken, number = {*self._before.batch_dims, *self._dims}, 0
-        unique = name
-        while unique in taken:
-            number += 1
-            unique = f"{name}_{number}"
-        last = list(self._graph.find_nodes(op="placeholder"))[-1]
-        assert self._mode is not None
-        with self._graph.inserting_before(last.next):
-            node = self._graph.placeholder(unique)
-        with quiet(self._mode):
-            value = torch.empty((size,), dtype=dtype, device="cpu")
-        node.meta.update(val=value, module_path="", source="")
-        self._dims[unique] = dim
-        self.nodes[unique] = node
-        self.inputs.append(GraphInput(node.name, "batch", unique))
-        return unique
+def _as_part(graph: fx.Graph, node: fx.Node, leaf: fx.Node) -> fx.Node:
+    """Multiply a sum over samples by the inverse of its micro-batch's share."""
+    mode, dtype, wide = fake_mode_of(graph), node.meta["val"].dtype, leaf.meta["val"].dtype
+    with graph.inserting_before(node.next):
+        total = _cast(graph, node, wide)
+        scale = call(graph, mode, aten.select.int, (leaf, 0, 0), like=node)
+        return _cast(graph, call(graph, mode, aten.mul.Tensor, (total, scale), like=node), dtype)
 
 
 def _sum_dtype(node: fx.Node) -> torch.dtype:
@@ -145,19 +125,18 @@ def _sum_dtype(node: fx.Node) -> torch.dtype:
 
 
 def _scaled(
-    graph: fx.Graph, term: LossTerm, normalizer: Normalizer, leaves: Mapping[str, fx.Node]
+    graph: fx.Graph, mean: LabelMean, normalizer: Normalizer, leaves: Mapping[str, fx.Node]
 ) -> tuple[fx.Node, fx.Node]:
-    """Scale a term: (the term as its readers have it, the same as part of the whole batch's mean).
+    """Scale a mean: (the mean as its readers have it, the same as part of the whole batch's).
 
-    A cross-entropy becomes a sum in place; its readers get this micro-batch's own mean.
+    The cross-entropy becomes a sum in place; its readers get this micro-batch's own mean.
     """
-    node, mode = term.node, fake_mode_of(graph)
+    node, mode = mean.node, fake_mode_of(graph)
     dtype, readers = node.meta["val"].dtype, set(node.users)
     with graph.inserting_before(node.next):
-        total, own = _sum_over_tokens(graph, node), node
-        if node.target in CROSS_ENTROPIES:
-            own = _own_mean(graph, term, total, dtype)
-            node.replace_all_uses_with(own, delete_user_cb=readers.__contains__)
+        total = _sum_over_tokens(graph, node)
+        own = _own_mean(graph, mean, total, dtype)
+        node.replace_all_uses_with(own, delete_user_cb=readers.__contains__)
         scale = call(graph, mode, aten.select.int, (leaves[normalizer.leaf], 0, 0), like=node)
         if normalizer.class_counts:
             weight = argument(node, "weight")
@@ -172,13 +151,6 @@ def _scaled(
 
 def _sum_over_tokens(graph: fx.Graph, node: fx.Node) -> fx.Node:
     mode = fake_mode_of(graph)
-    if node.target not in CROSS_ENTROPIES:
-        numerator = node.args[0]
-        assert isinstance(numerator, fx.Node)
-        dtype = _sum_dtype(node)
-        if numerator.meta["val"].dtype == dtype:
-            return numerator
-        return call(graph, mode, aten.to.dtype, (numerator, dtype), like=node)
     dtype = node.meta["val"].dtype
     narrow = _sum_dtype(node) != dtype
     assert isinstance(node.target, torch._ops.OpOverload)
@@ -198,10 +170,10 @@ def _cast(graph: fx.Graph, result: fx.Node, dtype: torch.dtype) -> fx.Node:
     return call(graph, fake_mode_of(graph), aten.to.dtype, (result, dtype), like=result)
 
 
-def _own_mean(graph: fx.Graph, term: LossTerm, total: fx.Node, dtype: torch.dtype) -> fx.Node:
+def _own_mean(graph: fx.Graph, mean: LabelMean, total: fx.Node, dtype: torch.dtype) -> fx.Node:
     """Make the micro-batch's own mean from the sum over its tokens."""
-    node, mode = term.node, fake_mode_of(graph)
-    targets, weight = term.counted, argument(node, "weight")
+    node, mode = mean.node, fake_mode_of(graph)
+    targets, weight = mean.targets, argument(node, "weight")
     valid = call(graph, mode, aten.ne.Scalar, (targets, argument(node, "ignore_index", -100)), like=node)
     if weight is not None:
         classes = call(graph, mode, aten.mul.Tensor, (targets, valid), like=node)
@@ -210,8 +182,8 @@ def _own_mean(graph: fx.Graph, term: LossTerm, total: fx.Node, dtype: torch.dtyp
         own = call(graph, mode, aten.index_select.default, (weight, 0, flat), like=node)
         valid = call(graph, mode, aten.mul.Tensor, (own, mask), like=node)
     count = call(graph, mode, aten.sum.default, (valid,), like=node)
-    mean = call(graph, mode, aten.div.Tensor, (total, count), like=node)
-    return _cast(graph, mean, dtype)
+    result = call(graph, mode, aten.div.Tensor, (total, count), like=node)
+    return _cast(graph, result, dtype)
 
 
 def _with_loss(traced: Converted, scaled: Mapping[fx.Node, fx.Node]) -> tuple[GraphOutput, ...]:
@@ -221,7 +193,7 @@ def _with_loss(traced: Converted, scaled: Mapping[fx.Node, fx.Node]) -> tuple[Gr
     outputs = list(traced.outputs)
     for index, entry in enumerate(outputs):
         if entry.kind == "loss":
-            values[index] = scaled[values[index]]
+            values[index] = scaled.get(values[index], values[index])
         outputs[index] = replace(entry, node=values[index].name)
     output.args = (tuple(values),)
     return tuple(outputs)
@@ -251,25 +223,22 @@ def _with_shared_metrics(
     return tuple(result)
 
 
-def _with_known_symbols(spec: BatchSpec, inputs: tuple[GraphInput, ...], graph: fx.Graph) -> BatchSpec:
-    """Read sizes from leaves that the graph still has."""
-    used = {i.name for i in inputs if i.kind == "batch"}
-    symbols = {symbol: place for symbol, place in spec.symbols.items() if place[0] in used}
-    for name in used:
-        for dim, size in enumerate(spec.leaves[name].shape):
-            if size in spec.symbols or size == spec.batch_symbol:
-                symbols.setdefault(size, (name, dim))
-    return replace(spec, symbols=symbols)
-
-
 def _counting(
-    traced: Converted, wanted: list[fx.Node]
+    traced: Converted,
+    means: Sequence[LabelMean],
+    totals: Mapping[str, fx.Node],
+    instead: Mapping[fx.Node, fx.Node],
 ) -> tuple[fx.GraphModule, tuple[str, ...], dict[str, torch.Tensor]]:
-    """Cut out the part of the graph that makes ``wanted`` out of batch leaves and constants; their names."""
+    """Cut out the part of the graph that makes targets and totals out of batch leaves and constants; their names.
+
+    ``instead``: what totals are made by, where targets read their leaves.
+    """
+    ignored = [argument(mean.node, "ignore_index") for mean in means]
     needed: set[fx.Node] = set()
-    waiting = list(wanted)
+    waiting = [*(mean.targets for mean in means), *nodes_in(ignored), *totals.values()]
     while waiting:
         node = waiting.pop()
+        node = instead.get(node, node)
         if node not in needed:
             needed.add(node)
             waiting += node.all_input_nodes
@@ -281,9 +250,15 @@ def _counting(
     copies: dict[fx.Node, fx.Node] = {node: new.placeholder(node.name) for node in placeholders}
     for node in order:
         if node.op != "placeholder":
-            copies[node] = new.node_copy(node, copies.__getitem__)
+            copies[node] = new.node_copy(node, lambda source: copies[instead.get(source, source)])
             copies[node].meta = {}
-    new.output(tuple(copies[node] for node in wanted))
+    results = [copies[mean.targets] for mean in means]
+    for place, index in enumerate(ignored):
+        if isinstance(
+            index, fx.Node
+        ):  # a size, such as the length of the sequence: the valid targets are told here
+            results[place] = new.call_function(aten.ne.Scalar, (results[place], copies[index]))
+    new.output((*results, *(copies[node] for node in totals.values())))
     leaves = tuple(what[n.name].name for n in placeholders if what[n.name].kind == "batch")
     constants = {
         what[n.name].name: traced.constants[what[n.name].name]
