@@ -1,11 +1,9 @@
-"""The reference of a verification: one step of the unpartitioned, eager model in float64.
+"""The reference of a verification: one step of the unpartitioned, eager model in float64, on the whole batch at once, which
+is what the user would compute without micro-batches.
 
-    loss_reduction    what the plan is compared with
-    mean              micro-batch by micro-batch, gradients accumulated, weighted by samples
-    sum, token_mean   the whole batch at once: what the user would compute without micro-batches
-
-If a whole batch is no sum over its samples (batch norm; an auxiliary loss over all tokens), "sum" and "token_mean" go
-micro-batch by micro-batch as well; the mean cross-entropies are then divided by the whole batch's valid labels by hand.
+If a whole batch is no sum over its samples (batch norm; an auxiliary loss over all tokens; a declared mean of unlike
+micro-batches), it goes micro-batch by micro-batch, gradients accumulated; under "token_mean" the mean cross-entropies are
+then divided by the whole batch's valid labels by hand.
 
 Samples and weights of micro-batches are written out here once more: an engine that has them wrong must differ.
 """
@@ -56,11 +54,10 @@ def reference_step(
     model = reference.model.train()
     weights = weights_by_definition(graph.loss_reduction, sizes)
     mode: WholeBatchMeans | None = None
-    if graph.loss_reduction != "mean":
-        if len(sizes) == 1 or not why_in_pieces(graph):
-            sizes, weights = (sum(sizes),), [1.0]
-        elif graph.loss_reduction == "token_mean":
-            mode = counted_means(reference, batch, leaves, graph, sizes)
+    if len(sizes) == 1 or not why_in_pieces(graph):
+        sizes, weights = (sum(sizes),), [1.0]
+    elif graph.loss_reduction == "token_mean":
+        mode = counted_means(reference, batch, leaves, graph, sizes)
     total = 0.0
     pieces = _pieces(batch, leaves, graph, sizes, model)
     with DropoutOff(), flex_with_backward(), Float64(graph.constants), float64_by_default():
@@ -99,7 +96,7 @@ def double_copy(workload: Workload) -> Workload:
 
 
 def weights_by_definition(reduction: LossReduction, sizes: Sequence[int]) -> list[float]:
-    """Weigh the losses of micro-batches as the table above says, and not as the engine does.
+    """Weigh the losses of micro-batches as the reduction is declared, and not as the engine does.
 
     A micro-batch of a token mean has its divisor, valid labels times this weight, from ``counted_means``.
     """
@@ -116,7 +113,9 @@ def why_in_pieces(graph: OpGraph) -> str:
         return f"each micro-batch draws its own random numbers ({drawn[0]})"
     if written := [output.name for output in graph.outputs if output.kind == "buffer"]:
         return f"each micro-batch writes the buffer {written[0]}"
-    if graph.unlike_whole:
+    if (
+        graph.unlike_whole and graph.loss_reduction != "sum"
+    ):  # a loss that is declared a sum is held to be one
         return f"the whole batch's loss is not made of the micro-batches' at {graph.unlike_whole[0]}"
     return ""
 

@@ -2,7 +2,8 @@
 
     tried in turn      samples
     a small batch      two or more a micro-batch, cut from the example or grown from it
-    the example's own  where an input refers to samples that the small batch has not: edges to nodes, labels to classes
+    the example's own  where an input refers to samples that the small batch has not: edges to nodes, labels to classes;
+                       where the small batch has no loss: all of its labels are ignored
 
 A model that fails on both is called as its users call it then: on its example, whole and in its own types. What fails
 there is the model's; what does not is our call, and it is said how that differs.
@@ -34,6 +35,10 @@ from runtime.segment.microbatch import microbatch_sizes
 T = TypeVar("T")
 
 
+class NoNumberError(ArithmeticError):
+    """A loss or a gradient of the unpartitioned model that is NaN or infinite: it agrees with nothing."""
+
+
 def on_samples(
     plan: PlanData, workload: Workload, graph: OpGraph, multiple: int, step: Callable[[tuple[int, ...]], T]
 ) -> tuple[T, list[str]]:
@@ -51,11 +56,21 @@ def on_samples(
             failures.append((sizes, error))
             continue
         return done, [
-            f"verified on the {sum(sizes)} samples of the example: on {sum(fewer)} of them, {_words(reason)}, so some "
-            "input refers to others"
+            f"verified on the {sum(sizes)} samples of the example: on {sum(fewer)} of them, "
+            + (
+                str(reason)
+                if isinstance(reason, NoNumberError)
+                else f"{_words(reason)}, so some input refers to others"
+            )
             for fewer, reason in failures
         ]
     sizes, last = failures[-1]
+    if isinstance(last, NoNumberError):
+        raise ModelError(
+            f"cannot verify {plan.model.name}: the unpartitioned model computes no number",
+            [f"on {counted(sum(sizes), 'sample')}, {reason}" for sizes, reason in failures],
+            ["NaN agrees with nothing: give example inputs on which loss and gradients are finite"],
+        ) from last
     raise _fails(plan.model.name, workload, graph, sizes, last) from last
 
 

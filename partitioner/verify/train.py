@@ -27,7 +27,7 @@ from typing import Any, cast
 from torch import nn
 
 from cost_models.cluster import ClusterSpec
-from cost_models.errors import InfeasibleError, ModelError, PartitionerError, TimeLimitError, UsageError
+from cost_models.errors import InfeasibleError, PartitionerError, TimeLimitError, UsageError
 from cost_models.units import counted, format_bytes
 from partitioner.deployment.facts import free_memory_bytes
 from partitioner.deployment.state import holders_of
@@ -39,7 +39,7 @@ from partitioner.record.data import PlanData
 from partitioner.record.rebuild import plan_code, ranks_in_order
 from partitioner.verify.notes import notes_on
 from partitioner.verify.plain_loop import PlainStep
-from partitioner.verify.samples import on_samples
+from partitioner.verify.samples import NoNumberError, on_samples
 from partitioner.verify.train_compare import Expected, compare_run, compare_saved
 from partitioner.verify.train_course import (
     CLIPPED,
@@ -123,11 +123,13 @@ def verify_training(
     def tried(sizes: tuple[int, ...]) -> tuple[Course, list[PlainStep], list[PlainStep] | None]:
         course = Course.of(plan, workload, graph, sizes, hooks=not left_out)
         plain = course.plain(double=True)
+        for number, step in enumerate(plain, 1):
+            if not math.isfinite(step.loss):
+                raise NoNumberError(f"its loss is {step.loss} in step {number} of a plain loop")
         return course, plain, course.plain(double=False) if course.has_own_types else None
 
     (course, plain, own), kept = on_samples(plan, workload, graph, multiple, tried)
     notes += kept
-    _refuse_without_numbers(plan, plain)
     bound = CLIPPED * plain[0].norm or 1.0
     with ExitStack() as stack:
         directory = stack.enter_context(tempfile.TemporaryDirectory(prefix="partitioner-verify-"))
@@ -202,17 +204,6 @@ def _comparable(found: Sequence[TrainComparison]) -> int | None:
     """
     steps = [c.step for c in found if c.kind in OF_DRAWS and not c.agrees and not math.isinf(c.error)]
     return min(steps) - 1 if steps else None
-
-
-def _refuse_without_numbers(plan: PlanData, plain: Sequence[PlainStep]) -> None:
-    """Raise ModelError where a plain loop's loss is no number."""
-    for number, step in enumerate(plain, 1):
-        if not math.isfinite(step.loss):
-            raise ModelError(
-                f"cannot verify {plan.model.name}: the unpartitioned model fails on its own",
-                [f"its loss is {step.loss} in step {number} of a plain loop, and that agrees with nothing"],
-                ["train it for some steps without a plan, on a small batch: it fails the same way"],
-            )
 
 
 def _runs(double: bool) -> tuple[Run, Run]:

@@ -184,12 +184,11 @@ class Course:
         whole = self._leaves(indices, double)
         counted = None
         weights: Sequence[float] = weights_by_definition(graph.loss_reduction, sizes)
-        if graph.loss_reduction != "mean":
-            if len(sizes) == 1 or not why_in_pieces(graph):
-                sizes, weights = (len(indices),), [1.0]
-            elif graph.loss_reduction == "token_mean":
-                batch = rebuilt(workload.example_inputs, whole, model)
-                counted = counted_means(workload, batch, whole, graph, sizes, double=double)
+        if len(sizes) == 1 or not why_in_pieces(graph):
+            sizes, weights = (len(indices),), [1.0]
+        elif graph.loss_reduction == "token_mean":
+            batch = rebuilt(workload.example_inputs, whole, model)
+            counted = counted_means(workload, batch, whole, graph, sizes, double=double)
         pieces, start = [], 0
         for number, (size, weight) in enumerate(zip(sizes, weights, strict=True)):
             leaves = {}

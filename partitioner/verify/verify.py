@@ -38,7 +38,7 @@ from partitioner.verify.own_draws import DRAWN, WRONGLY_DRAWN, compare_draws, ow
 from partitioner.verify.rank import VerificationTask, run_rank_with_notes
 from partitioner.verify.ranks import compare_ranks, put_together, with_views
 from partitioner.verify.reference import double_copy, reference_step, why_in_pieces
-from partitioner.verify.samples import on_samples
+from partitioner.verify.samples import NoNumberError, on_samples
 from passes.evaluate.dropout import random_ops, without_dropout
 from passes.evaluate.float64 import in_float64
 from passes.graph.graph import OpGraph
@@ -167,6 +167,12 @@ def verify_plan(
         batch = grow_batch(reference.example_inputs, graph.batch.batch_dims, reference.model, sum(sizes))
         batch, recorded = ignore_unevenly(batch, reference.model, graph), RecordedDraws(graph)
         result = step(batch, sizes, recorded)
+        if result.loss is not None and not math.isfinite(result.loss):
+            raise NoNumberError(f"its loss is {result.loss}")
+        if strange := [
+            name for name, g in result.gradients.items() if not bool(g.to_dense().isfinite().all())
+        ]:
+            raise NoNumberError(f"the gradient of {strange[0]} holds NaN or infinity")
         return sizes, batch, recorded.draws, result
 
     report_phase("verifying: the step of the whole model")
@@ -261,8 +267,7 @@ def _notes(plan: PlanData, graph: OpGraph, dropped: int) -> list[str]:
         notes.append(
             "hooks on parameters' gradients are left out on both sides: gradients are compared before they run"
         )
-    cut = graph.loss_reduction != "mean" and plan.microbatches > 1
-    if cut and (why := why_in_pieces(graph)):
+    if plan.microbatches > 1 and (why := why_in_pieces(graph)):
         notes.append(f"compared micro-batch by micro-batch, not with the whole batch: {why}")
     return notes
 
@@ -274,8 +279,6 @@ def _notes_on_results(graph: OpGraph, draws: Draws, expected: StepResult) -> lis
         notes.append(
             f"{len(drawing)} ops draw random numbers ({drawing[0]}, …): they may differ for that reason alone"
         )
-    if expected.loss is not None and not math.isfinite(expected.loss):
-        notes.append(f"the unpartitioned model's loss is {expected.loss}: NaN is compared with NaN")
     return notes
 
 

@@ -27,6 +27,7 @@ from cost_models.precision import Precision
 from passes.evaluate.copied_module import convert_module
 from passes.graph.graph import OpGraph
 from passes.graph.nodes import copy_graph
+from passes.graph.token_counts import TokenCounts
 from runtime.ops.grouped import GROUPED, grouped_mm
 from runtime.ops.opaque import Opaque
 
@@ -62,12 +63,9 @@ def in_float64(graph: OpGraph) -> OpGraph:
     module = fx.GraphModule(graph.module, copy_graph(graph.graph))
     for node in module.graph.nodes:
         node.meta = {**node.meta, "val": _wide_value(node.meta.get("val"))}
-        if node.op == "call_function":
-            if isinstance(node.target, Opaque):
-                node.target = _wide_part(node.target, graph.constants)
-            node.args = map_aggregate(node.args, widened)
-            node.kwargs = map_aggregate(node.kwargs, widened)
-    module.recompile()
+        if isinstance(node.target, Opaque):
+            node.target = _wide_part(node.target, graph.constants)
+    _widen_arguments(module)
     leaves = {n: replace(spec, dtype=widened(spec.dtype)) for n, spec in graph.batch.leaves.items()}
     return replace(
         graph,
@@ -75,9 +73,26 @@ def in_float64(graph: OpGraph) -> OpGraph:
         precision=Precision(),
         constants={name: wide(c) for name, c in graph.constants.items()},
         batch=replace(graph.batch, leaves=leaves),
+        token_counts=None if graph.token_counts is None else _wide_counts(graph.token_counts),
         parameters={n: replace(s, dtype=widened(s.dtype)) for n, s in graph.parameters.items()},
         buffers={n: replace(s, dtype=widened(s.dtype)) for n, s in graph.buffers.items()},
     )
+
+
+def _widen_arguments(module: fx.GraphModule) -> None:
+    for node in module.graph.nodes:
+        if node.op == "call_function":
+            node.args = map_aggregate(node.args, widened)
+            node.kwargs = map_aggregate(node.kwargs, widened)
+    module.recompile()
+
+
+def _wide_counts(counts: TokenCounts) -> TokenCounts:
+    """Let sums of masks and weights be as exact as what is divided by them."""
+    module = fx.GraphModule(counts.module, copy_graph(counts.module.graph))
+    _widen_arguments(module)
+    constants = {name: wide(c) for name, c in counts.constants.items()}
+    return replace(counts, module=module, constants=constants, _on_device={})
 
 
 def _wide_part(opaque: Opaque, constants: Mapping[str, Tensor]) -> Opaque:

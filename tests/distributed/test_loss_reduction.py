@@ -158,7 +158,7 @@ def test_a_hugging_face_model_with_a_micro_batch_without_labels(pool: WorkerPool
         (True, plain, "batch norm sees one micro-batch at a time"),
         pytest.param(True, token_loss, "batch norm sees one micro-batch at a time", marks=pytest.mark.matrix),
         (True, summed_loss, "batch norm sees one micro-batch at a time"),
-        (False, with_other_terms, "the loss has terms besides its token mean"),
+        (False, with_other_terms, "samples are coupled at square"),
     ],
 )
 def test_verify(norm: bool, loss_fn: Any, note: str, pool: WorkerPool) -> None:

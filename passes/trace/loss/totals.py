@@ -49,7 +49,7 @@ def with_totals(
     parameters = {leaf for leaf in graph.find_nodes(op="placeholder") if kinds.get(leaf.name) == "parameter"}
     shared = behind_loss & behind_rest
     totals = [node for node in totals if _is_late(node, shared, parameters)]
-    if not totals:
+    if not totals or parameters.isdisjoint(behind_loss):  # nothing is trained: all of it is a total
         return traced, {}
     made: dict[str, fx.Node] = {}
     instead: dict[fx.Node, fx.Node] = {}
