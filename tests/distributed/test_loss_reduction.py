@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from cost_models.cluster import ClusterSpec
-from cost_models.errors import PlanError, UsageError
+from cost_models.errors import ModelError, PlanError, UsageError
 from partitioner import Plan, Workload, partition
 from partitioner.models.bundled import bundled
 from passes.trace.trace import trace
@@ -167,6 +167,37 @@ def test_verify(norm: bool, loss_fn: Any, note: str, pool: WorkerPool) -> None:
     report = plan.verify(made, pool=pool)
     report.raise_if_different()
     assert any(note in n for n in report.notes) if note else not any("compared" in n for n in report.notes)
+
+
+def heads_loss(output: Tensor, batch: Mapping[str, Tensor]) -> Tensor:
+    """Two heads with labels for a part of the samples each, classes weighed in one; and a masked mean by hand."""
+    one = F.cross_entropy(output[:, 0], batch["labels"][:, 0], weight=WEIGHTS.to(output.dtype))
+    two = F.cross_entropy(output[:, 1], batch["labels"][:, 1], ignore_index=IGNORED, label_smoothing=0.1)
+    mask = (batch["labels"] != IGNORED).to(output.dtype)
+    return one + 0.5 * two + (output.square().mean(-1) * mask).sum() / mask.sum().clamp(min=1)
+
+
+@pytest.mark.parametrize("train", [False, True])
+def test_one_label_a_sample_is_verified_against_the_whole_batch(train: bool, pool: WorkerPool) -> None:
+    """The small batch (and then the example's) is compared with the user's own loop over all of it, not over pieces."""
+    example = batch()
+    example["labels"][:2, :2] = IGNORED  # a micro-batch of the first two has no label for either head
+    made = Workload(Tagger(), example, heads_loss, "heads")
+    plan = partition(made, ClusterSpec.local(2), batch_size=7, microbatches=3, max_stages=2)
+    assert plan.loss_reduction == "token_mean"
+    report = plan.verify(made, pool=pool, train=train)
+    report.raise_if_different()
+    assert not any("compared micro-batch by micro-batch" in note for note in report.notes)
+
+
+@pytest.mark.parametrize("train", [False, True])
+def test_a_batch_without_any_label_agrees_with_nothing(train: bool, pool: WorkerPool) -> None:
+    example = batch()
+    example["labels"][:] = IGNORED
+    made = Workload(Tagger(), example, plain, "unlabelled")
+    plan = partition(made, ClusterSpec.local(2), batch_size=7, microbatches=1, max_stages=2)
+    with pytest.raises(ModelError, match="the unpartitioned model computes no number"):
+        plan.verify(made, pool=pool, train=train)
 
 
 def test_a_mean_declared_a_sum_differs_from_the_whole_batch(pool: WorkerPool) -> None:
