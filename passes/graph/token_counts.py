@@ -1,4 +1,4 @@
-"""What a loss takes from the whole batch, counted before its micro-batches run: divisors of token means, and totals.
+"""The numbers that a loss takes from the whole batch, counted before its micro-batches run: divisors, and totals.
 
     batch leaves ──(a small graph: shift, pad, flatten)──► targets ──► valid ones, N ──► leaf ``loss_normalizer``
                                                      └───► the sum of a mask, or of weights ──► leaf ``loss_total``
