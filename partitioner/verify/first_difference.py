@@ -132,12 +132,13 @@ def unpartitioned(graph: OpGraph, task: VerificationTask) -> Unpartitioned:
             arguments = [pieces[i.name][index] if i.kind == "batch" else state[i.name] for i in graph.inputs]
             drawn = {name: every[index] for name, every in task.draws.items()}
             outputs = _Noting(graph.module, notes, drawn).run(*arguments)
+            last = index == len(task.weights) - 1
             for output, value in zip(graph.outputs, outputs, strict=True):
                 if output.kind == "loss":
                     if value.requires_grad:
                         (value * weight).backward()
                     total += float(value.detach()) * weight
-                elif output.kind == "buffer":
+                elif output.kind == "buffer" and (last or not output.once):
                     state[output.name] = value.detach()
     gradients = {n: t.grad for n, t in state.items() if isinstance(t, nn.Parameter) and t.grad is not None}
     result = StepResult(total, gradients, {})

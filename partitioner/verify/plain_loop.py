@@ -74,12 +74,14 @@ def plain_loop(
     kept: Collection[int],
     types: Mapping[str, PlainTypes] | None = None,
     loss_scale: float | None = None,
+    once: Collection[str] = (),
 ) -> list[PlainStep]:
     """Train ``module``, which is changed, and return every step's results.
 
     ``max_norm``: the bound of clipping, from the first step's norm. ``kept``: numbers of the steps, from 1, after which
     the state is copied. ``types``: those of the parameters; the module's own without them. ``loss_scale``: backward runs on
-    the loss times it; a step whose gradients overflow is dropped, and the scale halved.
+    the loss times it; a step whose gradients overflow is dropped, and the scale halved. ``once``: names of buffers that a
+    step writes once, so that each piece starts from what was there before it.
     """
     module.train()
     leaves = dict(module.named_parameters())
@@ -93,7 +95,10 @@ def plain_loop(
     for number, pieces in enumerate(steps, 1):
         sums: dict[str, Tensor] = {}
         total = 0.0
+        before = {name: module.get_buffer(name).detach().clone() for name in once}
         for piece in pieces:
+            for name, contents in before.items():
+                module.get_buffer(name).detach().copy_(contents)
             with piece.within():
                 loss = loss_of(module, piece.batch)
                 if loss.requires_grad:

@@ -60,9 +60,12 @@ def reference_step(
         mode = counted_means(reference, batch, leaves, graph, sizes)
     total = 0.0
     pieces = _pieces(batch, leaves, graph, sizes, model)
+    once = {name: model.get_buffer(name).detach().clone() for name in written_once(graph)}
     with DropoutOff(), flex_with_backward(), Float64(graph.constants), float64_by_default():
         for index, (piece, weight) in enumerate(zip(pieces, weights, strict=True)):
             recorder = Recorder() if recorded else None
+            for name, before in once.items():
+                model.get_buffer(name).detach().copy_(before)
             if mode is not None:
                 mode.start(index)
             with mode or nullcontext(), recorder or nullcontext():
@@ -105,13 +108,18 @@ def weights_by_definition(reduction: LossReduction, sizes: Sequence[int]) -> lis
     return [size / sum(sizes) for size in sizes]
 
 
+def written_once(graph: OpGraph) -> list[str]:
+    """Name the buffers that a batch writes once, whatever its micro-batches: each starts from what was there before."""
+    return [output.name for output in graph.outputs if output.kind == "buffer" and output.once]
+
+
 def why_in_pieces(graph: OpGraph) -> str:
     """Say what makes a whole batch something else than its micro-batches; "" if nothing is known to."""
     if coupled := couplings(graph):
         return _coupled(coupled[0])
     if drawn := random_ops(graph):
         return f"each micro-batch draws its own random numbers ({drawn[0]})"
-    if written := [output.name for output in graph.outputs if output.kind == "buffer"]:
+    if written := [output.name for output in graph.outputs if output.kind == "buffer" and not output.once]:
         return f"each micro-batch writes the buffer {written[0]}"
     if (
         graph.unlike_whole and graph.loss_reduction != "sum"
@@ -125,7 +133,7 @@ def _coupled(coupling: Coupling) -> str:
         case "batch statistics":
             return f"batch norm sees one micro-batch at a time ({coupling})"
         case "running state":
-            return f"a running average advances with each micro-batch ({coupling})"
+            return f"a buffer kept of the batch advances with each micro-batch ({coupling})"
         case "samples":
             return f"samples are coupled at {coupling}"
 

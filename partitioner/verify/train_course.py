@@ -19,7 +19,13 @@ from partitioner.record.data import PlanData
 from partitioner.verify.compare import ORDERS, ROUNDING
 from partitioner.verify.grow_batch import grow_batch, ignore_unevenly, rebuilt, to_double
 from partitioner.verify.plain_loop import Piece, PlainStep, PlainTypes, plain_loop
-from partitioner.verify.reference import counted_means, double_copy, weights_by_definition, why_in_pieces
+from partitioner.verify.reference import (
+    counted_means,
+    double_copy,
+    weights_by_definition,
+    why_in_pieces,
+    written_once,
+)
 from partitioner.verify.train_compare import Expected
 from partitioner.verify.train_hooks import with_hooks_of
 from partitioner.verify.train_report import TrainComparison
@@ -138,6 +144,7 @@ class Course:
             (SAVED, ENDED, RESUMED_TO),
             types,
             INITIAL_SCALE if not double and precision.loss_scale == "dynamic" else None,
+            written_once(self.graph),
         )
 
     def without_rounding(

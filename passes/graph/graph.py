@@ -84,6 +84,8 @@ class GraphOutput:
     name: str
     needs_grad: bool = False
     """True for a value of which other parts send a gradient back."""
+    once: bool = False
+    """True for a buffer that a batch writes once, whatever its micro-batches (``passes.graph.per_batch``)."""
 
 
 @dataclass(frozen=True)

@@ -88,7 +88,8 @@ def _lower_segment(
             produced[node.name] = value_spec(graph, node.name)
     for output in graph.outputs:
         if segmentation.segment_of.get(output.node) == index:
-            outputs.append(SegmentOutput(output.kind, output.name, output.node in graph.needs_grad))
+            needs_grad = output.node in graph.needs_grad
+            outputs.append(SegmentOutput(output.kind, output.name, needs_grad, output.once))
             returned.append(environment[output.node])
             if output.kind == "value":
                 produced[output.name] = value_spec(graph, output.node)

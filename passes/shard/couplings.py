@@ -135,8 +135,8 @@ class _Walk:
         for output in graph.outputs:
             node = graph.nodes[output.node]
             states = self._states.get(node, ())
-            depends = any(isinstance(s, Added | Samples) for s in states)
-            if output.kind == "buffer" and depends and node.name not in named:
+            coupled = node.name in named or any(isinstance(state, Coupled) for state in states)
+            if output.kind == "buffer" and not output.once and not coupled:
                 result.append(_named(node, "running state"))
         return tuple(result)
 
@@ -344,7 +344,7 @@ def _by_kind(found: Sequence[Coupling]) -> list[str]:
     words: dict[Kind, str] = {
         "samples": "loss couples samples",
         "batch statistics": f"{norms}: statistics of one micro-batch at a time, running ones advance with each",
-        "running state": "a running average advances with each micro-batch",
+        "running state": "a buffer kept of the batch advances with each micro-batch",
     }
     return [
         f"{text} at {listed(by_kind[kind], 1, count_rest=True)}"

@@ -19,6 +19,7 @@ from cost_models.errors import ModelError, UsageError
 from cost_models.precision import Precision
 from passes.graph.code_on_demand import code_on_demand
 from passes.graph.graph import OpGraph
+from passes.graph.per_batch import with_once_written
 from passes.trace.attempts import Subject, trace_parts
 from passes.trace.batch import (
     flatten_batch,
@@ -173,6 +174,7 @@ def trace(
         reduction_declared=loss_reduction is not None,
         opaque=tuple(opaque),
     )
+    graph = with_once_written(graph)
     if graph.precision.casts_to is not None:
         refuse_mixed_types(graph)
     logger.info("traced %s: %d operations", model_name, len(graph))

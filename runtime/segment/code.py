@@ -73,13 +73,15 @@ class SegmentOutput:
     """One element of the tuple that the segment's graph returns.
 
     ``metric``: a number that the loss function returned beside the loss, without a gradient. ``buffer``: the new
-    contents of the buffer called ``name``, written into it after each forward.
+    contents of the buffer called ``name``, which the next micro-batch reads, or which are written ``once`` a step.
     """
 
     kind: OutputKind
     name: str
     needs_grad: bool = False
     """True for a value if some consumer sends a gradient back."""
+    once: bool = False
+    """True for a buffer of which every micro-batch of a step reads what was there before the step."""
 
 
 @dataclass(frozen=True)

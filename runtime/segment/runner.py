@@ -96,7 +96,8 @@ class SegmentRunner:
         if keep:
             self._roots[microbatch] = [outputs[p] for p in self.root_positions]
         for source, targets, buffer in self._buffers:
-            # The next micro-batch reads the new contents; the old ones stay as this one's autograd saved them.
+            # The next micro-batch reads the new contents, unless they are written once a step; the old ones stay as this
+            # one's autograd saved them.
             self._newest[buffer] = contents = outputs[source].detach()
             for target in targets:
                 self._template[target] = contents
@@ -188,12 +189,16 @@ def _bind_state(code: SegmentCode, state: Mapping[str, Tensor]) -> list[Any]:
 
 
 def _written_buffers(code: SegmentCode) -> list[tuple[int, list[int], str]]:
-    """List (output position, input positions, buffer name) for every buffer that the segment writes."""
+    """List (output position, input positions, buffer name) for every buffer that the segment writes.
+
+    Without input positions where all micro-batches read what was there before the step.
+    """
     written = []
     for position, output in enumerate(code.outputs):
         if output.kind != "buffer":
             continue
-        targets = [p for p, i in enumerate(code.inputs) if i.kind == "buffer" and i.name == output.name]
+        reads = [p for p, i in enumerate(code.inputs) if i.kind == "buffer" and i.name == output.name]
+        targets = [] if output.once else reads
         written.append((position, targets, output.name))
     return written
 

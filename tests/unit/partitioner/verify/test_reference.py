@@ -14,6 +14,7 @@ from partitioner.verify.reference import (
     reference_step,
     weights_by_definition,
     why_in_pieces,
+    written_once,
 )
 from passes.evaluate.copied_module import copied_module
 from passes.trace.batch import flatten_batch
@@ -92,7 +93,7 @@ class Centred(Tagger):
 
 
 class Counting(Tagger):
-    """A number of calls, which couples no samples."""
+    """A number of steps, which couples no samples."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -118,15 +119,15 @@ def test_a_running_mean_goes_in_pieces() -> None:
     torch.testing.assert_close(found.buffers["mean"], model.get_buffer("mean"), rtol=1e-12, atol=1e-12)
 
 
-def test_a_written_buffer_goes_in_pieces_though_it_couples_nothing() -> None:
+def test_a_buffer_that_a_batch_writes_once_needs_no_pieces_and_starts_each_from_what_was_there() -> None:
     whole = batch(6)
     reference = Workload(Counting(), whole, plain)
     graph = trace(reference.model, whole, loss_fn=plain)
-    assert why_in_pieces(graph) == "each micro-batch writes the buffer calls"
-    found = reference_step(reference, whole, whole, graph, (2, 2, 2), "none", 0.0)
-    assert float(found.buffers["calls"]) == 3
-    found = reference_step(reference, whole, whole, graph, (6,), "none", 0.0)
-    assert float(found.buffers["calls"]) == 1
+    assert why_in_pieces(graph) == ""
+    assert written_once(graph) == ["calls"]
+    for sizes in ((2, 2, 2), (6,)):
+        found = reference_step(reference, whole, whole, graph, sizes, "none", 0.0)
+        assert float(found.buffers["calls"]) == 1
 
 
 def by_sample(output: Tensor, batch: dict[str, Tensor]) -> Tensor:

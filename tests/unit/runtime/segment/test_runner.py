@@ -105,6 +105,21 @@ def test_buffers_advance_once_per_micro_batch_and_reach_the_model_when_written()
     assert runner.forward(3, [leaves[0]], [])[0].tolist() == [20.0]
 
 
+def test_what_is_written_once_a_step_is_read_as_it_was_by_all_its_micro_batches() -> None:
+    buffer = torch.tensor([8.0])
+    code = SegmentCode(
+        0,
+        fx.symbolic_trace(lambda steps, x: (aten.mul.Tensor(x, made := aten.add.Scalar(steps, 1)), made)),
+        (SegmentInput("buffer", "steps"), SegmentInput("value", "x", True)),
+        (SegmentOutput("value", "y", True), SegmentOutput("buffer", "steps", once=True)),
+    )
+    runner = SegmentRunner(code, {"steps": buffer})
+    for m in range(3):
+        assert runner.forward(m, [as_leaf(torch.tensor([4.0]), True)], [])[0].tolist() == [36.0]
+    runner.write_buffers()
+    assert buffer.tolist() == [9.0]
+
+
 def test_values_are_emitted_from_inside_the_graph_in_order_of_production() -> None:
     seen: list[tuple[int, list[float]]] = []
     emitted = SegmentRunner(
