@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from cost_models.errors import ModelError
+from cost_models.units import listed
 from passes.costs.opaque import measure
 from passes.trace.batch import BatchDims, forward_arguments, map_tensors
 from passes.trace.export import cast_floating
@@ -62,25 +63,69 @@ def samples_of(
         )
         parts.refuse(needed.name, unknown)
     functions = needed.name not in crossing.modules and needed.name != LOSS
-    try:
-        runs = [
-            _run(parts, crossing, _resized(batch, guess, change), functions, dtype)
-            for change in (1, 2, 3, None)
-        ]
-    except Exception as error:  # noqa: BLE001 - the user's code may raise anything
-        lines = str(error).splitlines() or ["no message"]
-        failed = ModelError(
-            f"nobody can tell what {needed.called} returns",
-            [why, f"the model itself, run on example_inputs, ends with {type(error).__name__}: {lines[0]}"],
-            ["call the model on example_inputs yourself: if that fails too, the inputs do not fit it"],
-        )
-        parts.refuse(needed.name, failed)
+    runs = []
+    for change in _CHANGES:
+        try:
+            runs.append(_run(parts, crossing, _resized(batch, guess, change), functions, dtype))
+        except Exception as error:  # noqa: BLE001 - the user's code may raise anything
+            lines = str(error).splitlines() or ["no message"]
+            because, ways = _failing_call(batch, guess, change, f"{type(error).__name__}: {lines[0]}")
+            failed = ModelError(f"nobody can tell what {needed.called} returns", [why, *because], ways)
+            parts.refuse(needed.name, failed)
     samples = {
         name: [[run[name][call] for run in runs] for call in range(len(runs[0][name]))]
         for name in runs[0]
         if all(len(run.get(name, ())) == len(runs[0][name]) for run in runs)
     }
     return replace(parts, samples={**parts.samples, **samples})
+
+
+_CHANGES: dict[int | None, str] = {
+    1: "as it is",
+    2: "twice in a row",
+    3: "three times in a row",
+    None: "all like its first sample",
+}
+"""Batches that the model is run on, and their words."""
+
+
+def _failing_call(batch: Any, guess: BatchDims, change: int | None, said: str) -> tuple[list[str], list[str]]:
+    """Say whose call ended with ``said``, and what to do; of a call with other sizes, which inputs belong together."""
+    if change == 1:
+        return [f"the model itself, run on example_inputs, ends with {said}"], [
+            "call the model on example_inputs yourself: if that fails too, the inputs do not fit it"
+        ]
+    whole: dict[str, tuple[int, ...]] = {}
+    names = iter(guess.dims)
+
+    def note(_: tuple[str, ...], leaf: Tensor) -> Tensor:
+        name = next(names)
+        if guess.dims[name] is None:
+            whole[name] = tuple(leaf.shape)
+        return leaf
+
+    map_tensors(batch, note)
+    cut = listed(name for name, dim in guess.dims.items() if dim is not None)
+    rows = {
+        n: s[0] // guess.size for n, s in whole.items() if s and s[0] > guess.size and not s[0] % guess.size
+    }
+    beside = f", and {listed(whole)} unchanged" if whole else ""
+    return [
+        *(
+            f"{n}, {whole[n]}, may be {each} rows for each of {guess.size} samples"
+            for n, each in rows.items()
+        ),
+        f"the model itself runs on example_inputs; our call, with {cut} {_CHANGES[change]}{beside}, ends with {said}",
+    ], [
+        "what belongs to a sample needs a dimension that counts samples: "
+        + (
+            listed(f"{n} as {(guess.size, each, *whole[n][1:])}" for n, each in rows.items())
+            + ", put together in forward"
+            if rows
+            else "in every input"
+        ),
+        "make such inputs outside, and give the model what follows from them (features, embeddings)",
+    ]
 
 
 def _resized(batch: Any, guess: BatchDims, times: int | None) -> Any:
