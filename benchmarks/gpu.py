@@ -5,7 +5,7 @@
 
 tests          tests/gpu, by pytest
 calibration    partitioner calibrate --device cuda --short
-ten models     step time and peak memory, measured, and predicted with the default costs and with the calibrated ones
+eleven models  step time and peak memory, measured, and predicted with the default costs and with the calibrated ones
 
 Each part is a process with a time of its own. One that takes too long is interrupted, so that it can write what it has,
 then killed with all that it started. The file is written after every part: the figures of the others stay. Without a GPU

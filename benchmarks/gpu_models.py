@@ -74,6 +74,23 @@ def _llama() -> Workload:
     return Workload(model, example_batch(model, 1024, 2, 0), name="llama")
 
 
+def _mixtral() -> Workload:
+    """Build a mixture of 8 experts, 2 a token, in bfloat16: 610 million parameters, of which a token meets 200 million."""
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    config = MixtralConfig(
+        hidden_size=1024,
+        intermediate_size=2816,
+        num_hidden_layers=8,
+        num_attention_heads=16,
+        num_key_value_heads=8,
+        vocab_size=16_000,
+        use_cache=False,
+    )
+    model = build(MixtralForCausalLM, config, torch.bfloat16, on_meta=False)
+    return Workload(model, example_batch(model, 1024, 2, 0), name="mixtral")
+
+
 MODELS: Mapping[str, GpuModel] = {
     "gpt2": GpuModel(_bundled("gpt2", 512), 8),
     "gpt2-bf16": GpuModel(_bundled("gpt2", 1024), 8, 2, BF16),
@@ -81,6 +98,7 @@ MODELS: Mapping[str, GpuModel] = {
     "bert-bf16": GpuModel(_bundled("bert", 512), 32, 2, BF16),
     "t5": GpuModel(_bundled("t5", 256), 8),
     "llama-bf16": GpuModel(_llama, 8, 2, BF16),
+    "mixtral-bf16": GpuModel(_mixtral, 8, 2),
     "vit": GpuModel(_bundled("vit"), 32),
     "resnet50": GpuModel(_bundled("resnet50"), 32),
     "unet": GpuModel(lambda: unet(channels=64, size=256), 8),

@@ -97,10 +97,10 @@ def test_pytests_report_becomes_counts(tmp_path: Path) -> None:
     assert found["figures"] == {"tests": 2, "failures": 1, "errors": 0, "skipped": 0, "failed": ["test_b"]}
 
 
-def test_there_are_ten_models_and_each_is_a_part(tmp_path: Path) -> None:
+def test_there_are_eleven_models_and_each_is_a_part(tmp_path: Path) -> None:
     names = [one.name for one in parts_of(tmp_path)]
     assert names == ["tests", "calibration", *(f"model {name}" for name in MODELS)]
-    assert len(MODELS) == 10
+    assert len(MODELS) == 11
 
 
 def test_without_a_gpu_nothing_is_claimed(
