@@ -36,6 +36,7 @@ from passes.graph.graph import OpGraph
 from passes.graph.token_counts import user_leaves
 from passes.trace.batch import flatten_batch, forward_arguments, forward_names
 from passes.trace.export import cast_floating, loss_and_metrics
+from passes.trace.mixed_types import products_in
 from passes.trace.normal.flex import flex_with_backward
 from runtime.segment.microbatch import microbatch_sizes
 from runtime.state.loss_scale import INITIAL_SCALE
@@ -238,7 +239,8 @@ def _loss(workload: Workload, casts_to: torch.dtype | None, model: nn.Module, ba
     args, kwargs = forward_arguments(model, batch, workload.loss_fn is not None)
     if casts_to is not None:
         args, kwargs = cast_floating((args, kwargs), casts_to)
-    output = model(*args, **kwargs)
+    with products_in(casts_to):
+        output = model(*args, **kwargs)
     if workload.loss_fn is not None and casts_to is not None and casts_to.itemsize < 4:
         output = cast_floating(output, torch.float32)
     loss, _ = loss_and_metrics(output, batch, workload.loss_fn)

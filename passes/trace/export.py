@@ -18,6 +18,7 @@ from torch.export import Dim, ExportedProgram
 from cost_models.errors import ModelError
 from cost_models.precision import Precision
 from passes.trace.batch import flatten_batch, forward_arguments, map_tensors
+from passes.trace.mixed_types import products_in
 
 LossFunction: TypeAlias = Callable[[Any, Any], Any]
 """``loss_fn(output, batch)`` returns the loss, or ``(loss, {"name": metric})``: see ``checked_loss``."""
@@ -79,7 +80,10 @@ class ModelWithLoss(nn.Module):
         if self._casts_to is not None:
             args, kwargs = cast_floating((args, kwargs), self._casts_to)
         before = _python_numbers(self.model)
-        with writes_for_assignments(self.model) if self._assignments_as_writes else contextlib.nullcontext():
+        writes = (
+            writes_for_assignments(self.model) if self._assignments_as_writes else contextlib.nullcontext()
+        )
+        with writes, products_in(self._casts_to):
             output = self.model(*args, **kwargs)
         after = _python_numbers(self.model)
         self.record.changed = tuple(

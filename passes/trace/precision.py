@@ -2,8 +2,8 @@
 
 Some ops fail when they run, not when they are traced: torch's shape functions let their data types differ. A precision
 casts parameters and inputs. Where code adds a float32 buffer, or a float32 tensor of its own making, the result is
-float32 again, and a matrix product of that and a bfloat16 weight has no kernel. Tracing is where a user can still be
-told the line.
+float32 again. A product of that and a bfloat16 weight is cast as autocast would (``passes.trace.mixed_types``); a norm
+whose weight is bfloat16 has no kernel for it. Tracing is where a user can still be told the line.
 """
 
 from __future__ import annotations
@@ -124,7 +124,7 @@ def refuse_mixed_types(graph: OpGraph) -> None:
         [
             *found[:MOST_SHOWN],
             *more,
-            "parameters and inputs are cast; buffers and what forward makes are not",
+            "parameters, inputs and what products multiply are cast; buffers and what forward makes are not",
         ],
         [
             "cast where they meet: buffer.to(x.dtype)",

@@ -204,12 +204,32 @@ class WithPositions(nn.Module):
         return self.after(self.first(x) + self.positions)
 
 
+class Multiplied(nn.Module):
+    """A product with a float32 matrix that forward makes of a buffer, as quantized weights are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("codes", torch.rand(4, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.bfloat16() @ (self.codes * 2.0)
+
+
+@pytest.mark.parametrize("after", [nn.Linear(4, 4), nn.Conv1d(2, 2, 1), Multiplied()])
+def test_products_of_unlike_types_are_cast_as_autocast_casts_them(after):
+    model, x = WithPositions(after), torch.rand(3, 2, 4)
+    graph = trace(model, x, loss_fn=lambda output, _: output.float().square().mean(), precision=MIXED)
+    state = {**dict(model.named_parameters()), **dict(model.named_buffers()), "x": x}
+    found = graph.module(*[state[i.name].to(graph.nodes[i.node].meta["val"].dtype) for i in graph.inputs])
+    with torch.autocast("cpu", dtype=BF16):
+        expected = model(x).float().square().mean()
+    assert torch.equal(found[[o.kind for o in graph.outputs].index("loss")], expected)
+
+
 @pytest.mark.parametrize(
     ("after", "said"),
     [
-        (nn.Linear(4, 4), "linear in module 'after'"),
         (nn.LayerNorm(4), "layer_norm in module 'after'"),
-        (nn.Conv1d(2, 2, 1), "module 'after' (Conv1d)"),
         (nn.LSTM(4, 4), "module 'after' (LSTM)"),
     ],
 )
