@@ -21,7 +21,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -30,7 +30,7 @@ from torch import nn
 from torch._subclasses import FakeTensor
 
 from cost_models.errors import ModelError, PartitionerError
-from cost_models.units import format_seconds, listed
+from cost_models.units import format_seconds
 from passes.evaluate.dropout import random_ops, without_dropout
 from passes.evaluate.float64 import in_float64, wide
 from passes.fidelity.agree import TOLERANCES, Numbers, difference, tolerance
@@ -40,10 +40,11 @@ from passes.fidelity.lines import (
     hook_lines,
     line_of,
     module_hooks,
-    why_backward_fails,
+    watch_switched_gradients,
     with_line,
 )
 from passes.fidelity.parts import refuse_coupled_guess, whole_leaves, why_parts_differ
+from passes.fidelity.refusals import OFF, backward_fails, parts_need_more
 from passes.fidelity.steps import (
     Subject,
     drawing_hooks,
@@ -56,7 +57,6 @@ from passes.fidelity.widened import roots, widened_to_float64
 from passes.fidelity.without_values import RefuseWithoutValues
 from passes.graph.graph import OpGraph
 from passes.progress import report_phase
-from passes.trace.attempts import WHOLE
 from passes.trace.draws import DRAWN, Draws, extreme_draws, watch_draws
 from passes.trace.export import LossFunction
 from passes.trace.noted import Change
@@ -82,7 +82,6 @@ _MANNERS: tuple[tuple[bool, Literal["force_eager", "default"]], ...] = (
 """The manners in which a step is tried, until one works: the batch drawn or as it is, and the compiler's stance."""
 NARROW = (TOLERANCES[torch.float16], TOLERANCES[torch.bfloat16])
 """Tolerances of types that hide a difference of a percent."""
-OFF = 'check="off" plans it all the same'
 
 
 @alone(threads=True)
@@ -118,7 +117,7 @@ def check_fidelity(
                 found = _checked(graph, subject, state)
                 state.restore()
                 if given_whole and (why := why_parts_differ(graph, subject, state)):
-                    raise _parts_need_more(graph, given_whole, why)
+                    raise parts_need_more(graph, given_whole, why)
                 return found
             except _CannotRunError as error:
                 failure, last = failure or error.reason, error.reason
@@ -128,7 +127,7 @@ def check_fidelity(
         log.debug("fidelity: no step in float64 either: %s", error)
         failing = why_backward_fails(graph, last) if has_example(example_inputs) else []
         if failing and why_backward_fails(graph, error.reason):
-            raise _backward_fails(graph, failing) from last
+            raise backward_fails(graph, failing) from last
     lines = str(failure).strip().splitlines() or ["no message"]
     return _noted(
         graph,
@@ -232,10 +231,19 @@ def _checked(graph: OpGraph, subject: Subject, state: PythonState) -> OpGraph:
     elif seen.slow_in_float64 and _tolerance(subject) in NARROW:
         notes.append(f"{took}, in 16 bits alone: they hide a difference of some percent")
     if why:
+        state.restore()
+        with watch_switched_gradients() as switched:
+            _run(subject)
+        verify = 'plan.verify(model) shows the first op that differs, for a plan made with check="off"'
         raise ModelError(
             f"the traced graph of {graph.model_name} computes something else than the model",
-            [f"in the graph, {why}", *hook_lines(model), *map(with_line, seen.changes[:3])],
-            ['plan.verify(model) shows the first op that differs, for a plan made with check="off"', OFF],
+            [
+                f"in the graph, {why}",
+                *list(switched)[:4],
+                *hook_lines(model),
+                *map(with_line, seen.changes[:3]),
+            ],
+            list(dict.fromkeys(switched.values())) or [verify, OFF],
         )
     return replace(graph, notes=tuple(notes))
 
@@ -363,33 +371,6 @@ def _hooks_matter(graph: OpGraph, seen: _Seen, why: str) -> ModelError:
             "parameter.register_hook(…) instead, if it is a parameter's gradient: a plan runs these",
             f'opaque=["{named}"] runs that module as it is, hooks included',
             OFF,
-        ],
-    )
-
-
-def _backward_fails(graph: OpGraph, because: list[str]) -> ModelError:
-    return ModelError(
-        f"backward of {graph.model_name} fails on the example, as it would in every step",
-        because,
-        [
-            "give the op a backward (torch.library.register_autograd, autograd.Function), or detach what it is given",
-            "call loss.backward() on example_inputs yourself: it fails alike",
-            OFF,
-        ],
-    )
-
-
-def _parts_need_more(graph: OpGraph, leaves: Sequence[str], why: str) -> ModelError:
-    first, shapes = leaves[0], graph.example_shapes
-    fixed = [note for note in graph.notes if note.startswith(tuple(f"{leaf} {WHOLE}" for leaf in leaves))]
-    return ModelError(
-        f"micro-batches of {graph.model_name} would get {listed(leaves)} whole, and need their own samples of it",
-        [why, *(fixed or [f"{name}, {shapes[name]}, has no batch dimension" for name in leaves])],
-        [
-            "take sizes from tensor.shape in the model: no list, loop or split with an entry for each sample",
-            f"opaque=[the module that fixes the size of {first}] runs its code as it is, as one op",
-            f"batch_dims={{{first!r}: dim}} says which of its dimensions counts samples; {{{first!r}: None}} that none "
-            f"does, as with microbatches=1 and batches of {graph.example_batch_size} samples only",
         ],
     )
 

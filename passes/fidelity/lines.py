@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
 import dis
 import functools
 import traceback
 import types
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import torch
-from torch import nn
+import torch.utils.checkpoint
+from torch import Tensor, nn
 
 from passes.fidelity.steps import parameter_hooks
 from passes.graph.graph import OpGraph
 from passes.trace.noted import Change
 from passes.trace.python_state import outside_libraries
-from runtime.user_code import OURS, TORCH
+from runtime.user_code import OURS, TORCH, caller
 
 _CLOCKS = ("time", "datetime", "secrets", "uuid")
 """Modules whose numbers nobody can set."""
@@ -55,6 +59,46 @@ def why_backward_fails(graph: OpGraph, error: BaseException) -> list[str]:
     ]
     places = [f"{node.target}, called in {node.meta['source']}" for node in nodes if node.meta.get("source")]
     return [f"{type(error).__name__}: {said[0]}", *dict.fromkeys(places)]
+
+
+@contextlib.contextmanager
+def watch_switched_gradients() -> Iterator[dict[str, str]]:
+    """Yield the lines of forward that choose what gets gradients, which no graph holds, each with what to write instead."""
+    found: dict[str, str] = {}
+    reentrant = torch.utils.checkpoint.CheckpointFunction
+    module, tensor = nn.Module.requires_grad_, Tensor.requires_grad_
+    apply: Any = reentrant.apply
+    attribute: Any = torch._C.TensorBase.requires_grad
+
+    def checkpointed(*args: Any) -> Any:
+        found.setdefault(
+            f"{caller()}: a checkpoint with use_reentrant=True, which has no gradients inside where nothing that enters it "
+            "needs one",
+            "use_reentrant=False, which trains the same inside and outside of a checkpoint (or freeze that block for good)",
+        )
+        return apply(*args)
+
+    def switched(original: Callable[..., Any]) -> Callable[..., Any]:
+        def call(owner: Any, requires_grad: bool = True) -> Any:
+            if isinstance(owner, nn.Module | nn.Parameter):
+                found.setdefault(
+                    f"{caller()}: forward sets requires_grad to {requires_grad}; a plan keeps what it was before the step",
+                    "leave requires_grad alone in forward, and use detached parameters where none are to be trained: "
+                    "torch.func.functional_call(module, {n: p.detach() for n, p in module.named_parameters()}, x)",
+                )
+            return original(owner, requires_grad)
+
+        return call
+
+    with (
+        mock.patch.object(reentrant, "apply", checkpointed),
+        mock.patch.object(nn.Module, "requires_grad_", switched(module)),
+        mock.patch.object(Tensor, "requires_grad_", switched(tensor)),
+        mock.patch.object(
+            Tensor, "requires_grad", property(attribute.__get__, switched(attribute.__set__)), create=True
+        ),
+    ):
+        yield found
 
 
 def with_line(change: Change) -> str:

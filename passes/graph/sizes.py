@@ -11,7 +11,8 @@ segments. Sizes that depend on the *data* (``nonzero``, ``.item()``) have no suc
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -68,6 +69,40 @@ def _origins(placeholders: Sequence[fx.Node], batch_inputs: Sequence[str]) -> di
     return found
 
 
+class _Nodes(PythonReferenceAnalysis):
+    """Arithmetic that emits nodes where torch's own asks its operands with ``if``, or for methods that no proxy has."""
+
+    @staticmethod
+    def int_truediv(a: Any, b: Any) -> Any:
+        return a / b
+
+    @staticmethod
+    def to_dtype(x: Any, dtype: torch.dtype) -> Any:
+        return _call(torch.sym_float, x)
+
+    @staticmethod
+    def trunc_to_int(x: Any, dtype: torch.dtype) -> Any:
+        return _call(torch.sym_int, x)
+
+    @staticmethod
+    def floor_to_int(x: Any, dtype: torch.dtype) -> Any:
+        return _call(math.floor, x)
+
+    @staticmethod
+    def ceil_to_int(x: Any, dtype: torch.dtype) -> Any:
+        return _call(math.ceil, x)
+
+    @staticmethod
+    def round_to_int(a: Any, dtype: torch.dtype) -> Any:
+        return _call(round, a)
+
+
+def _call(function: Callable[[Any], Any], x: Any) -> Any:
+    return (
+        x.tracer.create_proxy("call_function", function, (x,), {}) if isinstance(x, fx.Proxy) else function(x)
+    )
+
+
 class SizeBuilder:
     """Emits the nodes of size expressions, each expression once."""
 
@@ -84,10 +119,20 @@ class SizeBuilder:
                 before = self.anchor.prev
                 for symbol in sorted(expression.free_symbols, key=str):
                     self._read(symbol, like)
-                result = sympy_interp(PythonReferenceAnalysis, self.symbols, expression)
+                result = self._interpreted(expression, like)
                 self.give_values(before, like)
             self.built[expression] = result.node if isinstance(result, fx.Proxy) else result
         return self.built[expression]
+
+    def _interpreted(self, expression: Any, like: fx.Node) -> Any:
+        try:
+            return sympy_interp(_Nodes, self.symbols, expression)
+        except (fx.proxy.TraceError, TypeError, AttributeError, NotImplementedError) as error:
+            raise ModelError(
+                "a size of the model is computed in a way that a plan cannot write down",
+                [f"{expression} at {where(like)}"],
+                ["compute sizes in integers: n // 2, (n + 1) // 2, n * 3 // 2 instead of int(n * 1.5)"],
+            ) from error
 
     def _read(self, symbol: Any, like: fx.Node) -> None:
         if symbol in self.symbols:

@@ -254,18 +254,23 @@ def _finish(
         for dim in sorted(dims)
         if isinstance(size_of(exported.leaves[leaf], dim), int)
     ]
+    lines = lines_that_fix(exported.fixing)
+    modules = [module for module in dict.fromkeys(exported.fixing.values()) if module]
     if problems:
+        whole = [f"opaque={modules!r} runs that code as it is, as one op" for _ in modules[:1]]
         raise ModelError(
             f"cannot keep these sizes of {subject.model_name} open",
-            problems,
-            ["take the size from tensor.shape in the model, not from a constant", "leave the dimension out"],
+            [f"{problem}{lines}" for problem in problems],
+            [
+                *whole,
+                "take the size from tensor.shape in the model, not from a constant",
+                "leave the dimension out",
+            ],
         )
     symbol, by_convention = merge(exported.settled, exported.leaves)
     shape_env = exported.fake_mode.shape_env
     assert shape_env is not None
     notes = check_guards([(shape_env.replace(g.expr), assumed_in(g.sloc)) for g in shape_env.guards], symbol)
-    lines = lines_that_fix(exported.fixing)
-    modules = [module for module in dict.fromkeys(exported.fixing.values()) if module]
     otherwise = f", opaque={modules!r} if not" if modules else ""
     notes += [
         f"{leaf} {WHOLE}, as the code fixes its size{lines}: every micro-batch gets all of it "

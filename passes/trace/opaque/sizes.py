@@ -23,6 +23,7 @@ from torch._subclasses import FakeTensorMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from passes.trace.noted import equal
 from runtime.ops.opaque import Measured, Opaque, Size, no_compile
 from runtime.ranks.alone import alone
 
@@ -163,7 +164,7 @@ def observe_real(opaque: Opaque, tensors: Sequence[Tensor]) -> Observed:
                 changed = {
                     index
                     for index, (t, (old, version)) in enumerate(zip(own, before, strict=True))
-                    if t._version != version or not torch.equal(t, old)
+                    if t._version != version or not equal(t, old)
                 }
                 return changed, not torch.equal(generator, torch.get_rng_state())
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import operator
 
 import pytest
@@ -34,7 +35,7 @@ def sizes_of(gm: fx.GraphModule) -> list[fx.Node]:
 
 
 class Arithmetic(nn.Module):
-    """Sizes of activations: products, floor divisions, remainders, roots, sums of several dynamic sizes."""
+    """Sizes of activations: products, divisions with every rounding, remainders, roots, sums of several dynamic sizes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -48,7 +49,8 @@ class Arithmetic(nn.Module):
         picked = both[: rows // 2 + rows % 3]
         scaled = picked * (picked.shape[0] ** 0.5) + torch.arange(4) * half
         larger = torch.sym_max(h.shape[0], h.shape[1])
-        return (scaled / larger).pow(2).sum() + h.new_zeros(half).sum()
+        rounded = math.ceil(h.shape[0] / 2) + math.floor(h.shape[1] / 3) + math.trunc(h.shape[1] * 1.5)
+        return (scaled / larger).pow(2).sum() + h.new_zeros(half).sum() + h.new_ones(rounded).sum()
 
 
 def test_sizes_read_only_batch_inputs_and_compute_the_same() -> None:

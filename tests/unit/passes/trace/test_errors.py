@@ -171,3 +171,21 @@ def test_options_that_name_no_leaf_are_usage_errors_with_all_problems() -> None:
     assert len(caught.value.because) == 2
     with pytest.raises(UsageError, match="dynamic_dims"):
         trace(nn.Linear(4, 2), torch.zeros(2, 4), loss_fn=mean_loss, dynamic_dims={"input": [3]})
+
+
+def test_a_module_that_fixes_a_size_that_is_to_stay_open_is_the_way_out() -> None:
+    class Recurrent(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.lstm = nn.LSTM(4, 4, batch_first=True)
+
+        def forward(self, x: Tensor) -> Tensor:
+            made: Tensor = self.lstm(x)[0]
+            return made
+
+    options = {"loss_fn": mean_loss, "dynamic_dims": {"x": [1]}}
+    error = failure(Recurrent(), torch.randn(3, 5, 4), **options)
+    assert "dimension 1 of x at 5, in test_errors.py:" in error.because[0]
+    assert "of module 'lstm'" in error.because[0]
+    assert error.suggestions[0].startswith("opaque=['lstm']")
+    trace(Recurrent(), torch.randn(3, 5, 4), opaque=["lstm"], **options)  # type: ignore[arg-type]

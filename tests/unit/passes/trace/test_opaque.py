@@ -224,6 +224,21 @@ def test_a_part_without_values_says_which_tensor_has_none() -> None:
     assert caught.value.suggestions[0] == "plan with a model that has weights: then the part is run"
 
 
+def test_a_sparse_product_of_fixed_size_is_refused_for_what_it_needs() -> None:
+    class Spread(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("adjacency", torch.eye(6).to_sparse_coo())
+
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.sparse.mm(self.adjacency, x)  # type: ignore[arg-type]
+
+    with pytest.raises(ModelError) as caught:
+        trace(nn.Sequential(nn.Linear(4, 4), Spread()), torch.randn(6, 4), loss_fn=lambda y, x: y.sum())
+    assert "module '1' (Spread) cannot run as one opaque op" in caught.value.because[-1]
+    assert "our call, with batch.0 twice in a row, ends with RuntimeError: addmm" in caught.value.because[-1]
+
+
 def test_it_is_named_with_reason_and_line_and_travels_to_other_processes() -> None:
     graph = traced(net(Branching(), 6))
     (part,) = parts(graph)
