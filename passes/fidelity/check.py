@@ -41,6 +41,7 @@ from passes.fidelity.lines import (
     line_of,
     module_hooks,
     watch_switched_gradients,
+    why_backward_fails,
     with_line,
 )
 from passes.fidelity.parts import refuse_coupled_guess, whole_leaves, why_parts_differ

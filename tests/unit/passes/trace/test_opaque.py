@@ -236,7 +236,7 @@ def test_a_sparse_product_of_fixed_size_is_refused_for_what_it_needs() -> None:
     with pytest.raises(ModelError) as caught:
         trace(nn.Sequential(nn.Linear(4, 4), Spread()), torch.randn(6, 4), loss_fn=lambda y, x: y.sum())
     assert "module '1' (Spread) cannot run as one opaque op" in caught.value.because[-1]
-    assert "our call, with batch.0 twice in a row, ends with RuntimeError: addmm" in caught.value.because[-1]
+    assert "our call, with input twice in a row, ends with RuntimeError: addmm" in caught.value.because[-1]
 
 
 def test_it_is_named_with_reason_and_line_and_travels_to_other_processes() -> None:
