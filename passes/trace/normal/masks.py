@@ -10,23 +10,34 @@ no flash attention: an expanded one even falls back to products that write all s
 
 A mask is known if it comes from no input, and each sample's part of it neither depends on the sample's place in the batch
 nor on the batch's size. That is proved by rules over few ops (``_kind``); its values are then those of a batch of one.
+
+Values are made a band of rows at a time: what is small as a whole, of large ones the rows that are needed, where the rules
+of sharding say that the op makes them of rows (``passes.shard.rules``). So many tokens squared are never there.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx
 
-from passes.graph.nodes import argument, drop_dead_code, is_size
+from cost_models.layout import Shard
+from passes.graph.nodes import argument, drop_dead_code, is_size, replaced
+from passes.shard.rules import choices
+from passes.shard.sizes import SIZE_ARGUMENTS
+from passes.shard.words import Choice, operands
 
 aten = torch.ops.aten
 
 MOST_ELEMENTS = 1 << 26
-"""The largest mask that is looked at: 8,192 tokens squared. The 64-bit sums that one is made of take half a GiB then."""
+"""The largest tensor that is made on the way: 8,192 tokens squared. In 64 bits it takes half a GiB."""
+BAND_ELEMENTS = 1 << 20
+"""Elements of a band, which so stays in caches from one op to the next. Of 16,384 tokens, 2^18 to 2^22 took equally long."""
 
 
 class Kind(Enum):
@@ -58,17 +69,15 @@ def simplify_masks(graph: fx.Graph) -> None:
     kinds: dict[fx.Node, Kind] = {}
     for node in graph.nodes:
         kinds[node] = _kind(node, kinds)
-    values: dict[fx.Node, Any] = {}
+    known = _Values(kinds)
     meanings: dict[fx.Node, _Meaning] = {}  # many layers read one mask, and it may be large
     changed = False
     for node in graph.find_nodes(op="call_function", target=aten.scaled_dot_product_attention.default):
         mask = argument(node, "attn_mask")
         if not isinstance(mask, fx.Node) or kinds[mask] not in (Kind.FIXED, Kind.ALIKE):
             continue
-        if _most_elements(mask, kinds) > MOST_ELEMENTS:
-            continue
         if mask not in meanings:
-            meanings[mask] = _meaning(_evaluate(mask, kinds, values))
+            meanings[mask] = _meaning(known, mask)
         full = meanings[mask].full
         if full or _is_causal(meanings[mask], node):
             query, key, found = node.args[:3]
@@ -87,14 +96,27 @@ class _Meaning(NamedTuple):
     causal_tokens: int | None = None
 
 
-def _meaning(value: Tensor) -> _Meaning:
-    if bool(value.all()) if value.dtype == torch.bool else bool((value == 0).all()):
-        return _Meaning(full=True)
-    if value.dim() < 2 or value.shape[-2] != value.shape[-1]:
-        return _Meaning(full=False)
-    lower = torch.ones(value.shape[-2:], dtype=torch.bool).tril()
-    wanted = lower if value.dtype == torch.bool else torch.zeros(()).where(lower, -torch.inf)
-    return _Meaning(full=False, causal_tokens=value.shape[-1] if bool((value == wanted).all()) else None)
+def _meaning(known: _Values, mask: fx.Node) -> _Meaning:
+    """Look at the mask band by band, until it neither hides nothing nor is causal."""
+    rank = _rank(mask)
+    sizes = _sizes(mask)
+    rows, columns = (1, *sizes)[-2:]
+    full, causal = True, rank > 1 and rows == columns
+    step = max(1, BAND_ELEMENTS * rows // max(1, known.most_elements(mask)))
+    for first in range(0, rows, step):
+        places = range(first, min(first + step, rows))
+        value = known.band(mask, places) if rank > 1 and rows > 1 else known.whole(mask)
+        if value is None:
+            return _Meaning(full=False)
+        shown = value if value.dtype == torch.bool else value == 0
+        full = full and bool(shown.all())
+        if causal:
+            lower = torch.arange(columns) <= torch.arange(places.start, places.stop)[:, None]
+            wanted = lower if value.dtype == torch.bool else torch.zeros(()).where(lower, -torch.inf)
+            causal = bool((value == wanted).all())
+        if not full and not causal:
+            break
+    return _Meaning(full, columns if causal and not full else None)
 
 
 def _is_causal(meaning: _Meaning, attention: fx.Node) -> bool:
@@ -106,29 +128,107 @@ def _is_causal(meaning: _Meaning, attention: fx.Node) -> bool:
 # --------------------------------------------------------------------------------------------------
 
 
-def _most_elements(mask: fx.Node, kinds: dict[fx.Node, Kind]) -> int:
-    """Count the elements of the largest tensor that ``mask`` is made of, for one sample."""
-    seen, waiting, most = {mask}, [mask], 0
-    while waiting:
-        node = waiting.pop()
-        if isinstance(node.meta.get("val"), Tensor) and kinds[node] is not Kind.OPEN:
-            sizes = [1 if is_size(size) else size for size in node.meta["val"].shape]
-            most = max(most, int(torch.Size(sizes).numel()))
-        before = [] if kinds[node] is Kind.SIZE else [n for n in node.all_input_nodes if n not in seen]
-        seen.update(before)
-        waiting += before
-    return most
+def _sizes(node: fx.Node) -> list[int]:
+    """Return the shape for one sample."""
+    return [1 if is_size(size) else int(size) for size in node.meta["val"].shape]
 
 
-def _evaluate(node: fx.Node, kinds: dict[fx.Node, Kind], values: dict[fx.Node, Any]) -> Any:
-    """Compute what ``node`` is for one sample."""
-    if node not in values:
-        if kinds[node] is Kind.SIZE:
-            values[node] = 1
-        else:
-            args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: _evaluate(n, kinds, values))
-            values[node] = node.target(*args, **kwargs)  # type: ignore[operator]
-    return values[node]
+@dataclass(frozen=True, eq=False)
+class _Values:
+    """The values of nodes for one sample: whole ones, for all masks, and those of the band that is looked at."""
+
+    kinds: dict[fx.Node, Kind]
+    _whole: dict[fx.Node, Any] = field(default_factory=dict)
+    _band: dict[tuple[fx.Node, int, range], Tensor | None] = field(default_factory=dict)
+    _most: dict[fx.Node, int] = field(default_factory=dict)
+    _rules: dict[tuple[fx.Node, int], Choice | None] = field(default_factory=dict)
+
+    def most_elements(self, mask: fx.Node) -> int:
+        """Count the elements of the largest tensor that ``mask`` is made of."""
+        if mask in self._most:
+            return self._most[mask]
+        seen, waiting, most = {mask}, [mask], 0
+        while waiting:
+            node = waiting.pop()
+            if isinstance(node.meta.get("val"), Tensor) and self.kinds[node] is not Kind.OPEN:
+                most = max(most, math.prod(_sizes(node)))
+            before = (
+                [] if self.kinds[node] is Kind.SIZE else [n for n in node.all_input_nodes if n not in seen]
+            )
+            seen.update(before)
+            waiting += before
+        self._most[mask] = most
+        return most
+
+    def whole(self, node: fx.Node) -> Any:
+        """Compute what ``node`` is; None for what is too large."""
+        return self._evaluate(node) if self.most_elements(node) <= MOST_ELEMENTS else None
+
+    def _evaluate(self, node: fx.Node) -> Any:
+        if node not in self._whole:
+            if self.kinds[node] is Kind.SIZE:
+                self._whole[node] = 1
+            else:
+                args, kwargs = fx.map_arg((node.args, node.kwargs), self._evaluate)
+                self._whole[node] = node.target(*args, **kwargs)  # type: ignore[operator]
+        return self._whole[node]
+
+    def band(self, mask: fx.Node, places: range) -> Tensor | None:
+        """Compute the rows of ``mask`` at ``places``; None if no rule tells how without what is too large."""
+        self._band.clear()
+        return self._rows(mask, _rank(mask) - 2, places)
+
+    def _rows(self, node: fx.Node, dim: int, places: range) -> Tensor | None:
+        key = node, dim, places
+        if key not in self._band:
+            self._band[key] = self._made(node, dim, places)
+        return self._band[key]
+
+    def _made(self, node: fx.Node, dim: int, places: range) -> Tensor | None:
+        if self.most_elements(node) <= BAND_ELEMENTS:
+            value: Tensor = self._evaluate(node)
+            return value.narrow(dim, places.start, len(places))
+        if node.target in (aten.tril.default, aten.triu.default) and dim == _rank(node) - 2:
+            x = self._rows(node.args[0], dim, places)  # type: ignore[arg-type]
+            return None if x is None else node.target(x, argument(node, "diagonal") + places.start)
+        choice = self._choice(node, dim)
+        if choice is None:
+            found = self.whole(node)
+            return None if found is None else found.narrow(dim, places.start, len(places))
+        parts: list[Tensor | None] = []
+        for source, need in zip(operands(node), choice.inputs, strict=True):
+            cut = need.placement
+            parts.append(
+                self._rows(source, cut.dim, places) if isinstance(cut, Shard) else self.whole(source)
+            )
+        if any(part is None for part in parts):
+            return None
+        return self._called(node, [part for part in parts if part is not None], dim, len(places))
+
+    def _choice(self, node: fx.Node, dim: int) -> Choice | None:
+        """Return the rule by which the op makes a part along ``dim`` of parts, alone."""
+        if (node, dim) not in self._rules:
+            found = (c for c in choices(node) if c.outputs == (Shard(dim),) and not c.local and not c.divides)
+            self._rules[node, dim] = next(found, None)
+        return self._rules[node, dim]
+
+    def _called(self, node: fx.Node, parts: list[Tensor], dim: int, count: int) -> Tensor:
+        """Run the op on parts of its operands, with sizes for ``count`` elements along ``dim`` of the result."""
+        args, kwargs = tuple(node.args), dict(node.kwargs)
+        if node.target in SIZE_ARGUMENTS:
+            name, new_sizes = SIZE_ARGUMENTS[node.target]
+            sizes = _sizes(node)
+            sizes[dim] = count
+            taken = [tuple(part.shape) for part in parts]
+            args, kwargs = replaced(node, args, kwargs, name, new_sizes(node, taken, tuple(sizes)))
+        supply = iter(parts)
+
+        def given(source: fx.Node) -> Any:
+            return next(supply) if isinstance(source.meta.get("val"), Tensor) else self._evaluate(source)
+
+        args, kwargs = fx.map_arg((args, kwargs), given)
+        result: Tensor = node.target(*args, **kwargs)  # type: ignore[operator]
+        return result
 
 
 def _kind(node: fx.Node, kinds: dict[fx.Node, Kind]) -> Kind:

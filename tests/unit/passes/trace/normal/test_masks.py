@@ -55,6 +55,15 @@ def _packed(x: Tensor) -> Tensor:
     return same & (positions[samples, columns] <= positions[samples, rows])
 
 
+def _lower(x: Tensor) -> Tensor:
+    return torch.ones(TOKENS, TOKENS, dtype=torch.bool).tril()
+
+
+def _lowest_row_hidden(x: Tensor) -> Tensor:
+    rows, columns = _places()
+    return (columns <= rows) & (rows < TOKENS - 1)
+
+
 def _window(x: Tensor) -> Tensor:
     rows, columns = _places()
     return (columns <= rows) & (columns > rows - 3)
@@ -138,7 +147,29 @@ def test_other_masks_stay(mask: Callable[[Tensor], Tensor]) -> None:
     assert argument(attention, "is_causal") is False
 
 
-def test_a_mask_of_very_many_tokens_is_not_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("mask", [_causal, _causal_for_each_sample, _additive, _packed, _lower, _full, _zero])
+@pytest.mark.parametrize("band", [TOKENS, 4 * TOKENS])
+def test_a_large_mask_is_looked_at_in_bands(
+    mask: Callable[[Tensor], Tensor], band: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither a band of one row nor one of four of six rows ever makes the whole."""
+    monkeypatch.setattr("passes.trace.normal.masks.BAND_ELEMENTS", band)
     monkeypatch.setattr("passes.trace.normal.masks.MOST_ELEMENTS", TOKENS * TOKENS - 1)
-    _, attention = _simplified(_causal)
+    _, attention = _simplified(mask)
+    assert argument(attention, "attn_mask") is None
+    assert argument(attention, "is_causal") is (mask not in (_full, _zero))
+
+
+@pytest.mark.parametrize("mask", [_window, _shifted, _lowest_row_hidden])
+def test_another_large_mask_stays(mask: Callable[[Tensor], Tensor], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("passes.trace.normal.masks.BAND_ELEMENTS", TOKENS)
+    monkeypatch.setattr("passes.trace.normal.masks.MOST_ELEMENTS", TOKENS * TOKENS - 1)
+    _, attention = _simplified(mask)
+    assert isinstance(argument(attention, "attn_mask"), fx.Node)
+
+
+def test_a_large_mask_that_no_rule_parts_by_rows_is_not_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("passes.trace.normal.masks.BAND_ELEMENTS", TOKENS)
+    monkeypatch.setattr("passes.trace.normal.masks.MOST_ELEMENTS", TOKENS * TOKENS - 1)
+    _, attention = _simplified(lambda x: torch.ones(TOKENS, TOKENS).cumsum(0) >= 1)
     assert isinstance(argument(attention, "attn_mask"), fx.Node)
