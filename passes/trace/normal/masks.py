@@ -37,7 +37,7 @@ aten = torch.ops.aten
 MOST_ELEMENTS = 1 << 26
 """The largest tensor that is made on the way: 8,192 tokens squared. In 64 bits it takes half a GiB."""
 BAND_ELEMENTS = 1 << 20
-"""Elements of a band, which so stays in caches from one op to the next. Of 16,384 tokens, 2^18 to 2^22 took equally long."""
+"""Elements of a band, to stay in caches from op to op: with 2^18 to 2^22, 16,384 tokens took equally long."""
 
 
 class Kind(Enum):
