@@ -14,11 +14,14 @@ from collections.abc import Hashable, Sequence
 from dataclasses import replace
 from typing import Any
 
+from cost_models.errors import InfeasibleError, UsageError
+from cost_models.units import counted
 from passes.interrupts import keep_from_here, may_be_lost
 from passes.progress import report_phase, report_simulating
 from passes.search.certificate import ROUNDING, BoundTerm, Certificate, relative_gap
 from passes.search.judge import MEMORY_ROUNDS, Judge, Simulated, memory_rounds
 from passes.search.outcome import Label, Outcome, RunnerUp
+from passes.search.parts import OnPart, Part
 from passes.search.provider import Judged, Proposal, Provider, SolvedT, Valued
 
 log = logging.getLogger("partitioner")
@@ -29,15 +32,21 @@ OPTIMAL = 1e-3
 """Gap up to which a pipeline is called optimal: bottlenecks are told apart to so much (``passes.search.hybrid.bounds``)."""
 
 
-def fastest_of(providers: Sequence[Provider[Any]], judge: Judge, deadline: float) -> Outcome:
+def fastest_of(
+    providers: Sequence[Provider[Any]], judge: Judge, deadline: float, parts: Sequence[Part] = ()
+) -> Outcome:
     """Return the fastest pipeline that fits; on Ctrl-C, or at the deadline, the fastest found so far.
+
+    ``parts``: of the cluster, looked at after the whole, in their order.
 
     Raises what the first provider says if nothing fits, KeyboardInterrupt if nothing is found yet.
     """
     search, interrupted = _Search(judge, time.perf_counter(), deadline), False
     try:
         for number, provider in enumerate(providers):
-            search.run(provider, others=len(providers) - 1 - number)
+            search.run(provider, others=len(providers) - 1 - number + len(parts))
+        for part in parts:
+            search.look_at(part)
     except KeyboardInterrupt:
         if search.best is None:
             raise
@@ -93,6 +102,10 @@ class _Search:
         self.tried: list[tuple[Provider[Any], Judged[Any]]] = []
         self.bounded: list[RunnerUp] = []
         """Proposals that were proved to be slower."""
+        self.left_out: list[Part] = []
+        """Parts of the cluster that were not searched: what they take at least is no less, or time was up."""
+        self.late = False
+        """True where time was up before a part that may have been faster."""
         self._seen: set[Hashable] = set()
 
     @property
@@ -135,6 +148,26 @@ class _Search:
             return smaller
 
         memory_rounds(round_of, 1.0)
+
+    def look_at(self, part: Part) -> None:
+        """Search a part of the cluster, if it may be faster than what is known: if nothing fits the whole, if it has the
+        larger devices."""
+        may_win = part.floor_seconds < self.known_seconds and (self.best is not None or self._larger(part))
+        late = time.perf_counter() > self.deadline
+        if late or not may_win:
+            self.left_out.append(part)
+            self.late |= may_win
+            return
+        for provider in part.providers():
+            try:
+                self.run(provider, others=1)
+            except (UsageError, InfeasibleError) as error:
+                log.debug("%d devices: %s", len(part.ranks), error.what)
+
+    def _larger(self, part: Part) -> bool:
+        """Tell whether the smallest device of a part has more memory than that of the cluster."""
+        sizes = [device.memory_bytes for device in self.judge.cluster.devices]
+        return min(sizes[rank] for rank in part.ranks) > min(sizes)
 
     def _simulated(
         self, provider: Provider[Any], proposals: Sequence[Proposal[Any]], room: float, until: float
@@ -200,15 +233,22 @@ class _Search:
         return Outcome(best.simulated, self.judge, certificate, runner_ups, details=valued.details)
 
     def _certificate(self, provider: Provider[Any], valued: Valued, *, interrupted: bool) -> Certificate:
-        """About the families of all providers that ran."""
-        proved = [own.proved() for own in self.ran]
+        """About the families of all providers that ran, on the whole cluster and on parts of it."""
+        proved = [own.proved() for own in self.ran if not isinstance(own, OnPart)]
+        on_parts = [own.proved().bound_seconds for own in self.ran if isinstance(own, OnPart)]
+        floors = [part.floor_seconds for part in self.left_out]
         objective = valued.objective_seconds
-        least = min(own.bound_seconds for own in proved)
+        least = min([*(own.bound_seconds for own in proved), *on_parts, *floors])
         bound = min(objective, least)
         stopped = "interrupted" if interrupted else next((own.stopped for own in proved if own.stopped), "")
+        stopped = stopped or ("time limit" if self.late else "")
         terms = valued.terms
         if terms is not None:
             options = [term for own in proved for term in own.options]
+            if on_parts:
+                options.append(BoundTerm.of("families on parts of the cluster", len(on_parts), min(on_parts)))
+            if floors and (on_parts or min(floors) < objective):
+                options.append(BoundTerm.of("other parts of the cluster", len(floors), min(floors)))
             if least > objective:
                 options.append(
                     BoundTerm("this one, which needs more memory than was reckoned with", 1, objective)
@@ -221,11 +261,22 @@ class _Search:
             bound_seconds=bound,
             gap=relative_gap(objective, bound),
             whole_ops_bound_seconds=min(whole, default=0.0),
-            space="; or ".join(own.space for own in proved),
+            space="; or ".join(own.space for own in proved) + self._parts_space(),
             method="; ".join(dict.fromkeys(own.method for own in proved)),
             solver_status=stopped or ("optimal" if bound >= objective * (1 - OPTIMAL) else "bounded"),
             search_seconds=time.perf_counter() - self.started,
             terms=terms,
+        )
+
+    def _parts_space(self) -> str:
+        """Say which parts of the cluster the families were looked at on too."""
+        searched = len({own.ranks for own in self.ran if isinstance(own, OnPart)})
+        if not searched and not self.late:
+            return ""
+        count = counted(searched + len(self.left_out), "part")
+        return (
+            f"; and the same on {count} of the cluster, fewer nodes of a kind or fewer devices of each, "
+            f"{searched} searched, the rest bounded"
         )
 
 

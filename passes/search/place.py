@@ -5,15 +5,20 @@ layer       stages on single devices, cut anywhere
 feature     one stage, sharded over all devices in any way
 hybrid      stages on device groups; then both of the above, as far as they may be faster
 hybrid, something fixed        what is fixed, filled in (``passes.search.hybrid.fixed``)
+
+Each of them looks at the whole cluster, then at its parts (``passes.search.parts``), as far as they may be faster.
 """
 
 from __future__ import annotations
 
 import math
 import time
+from collections.abc import Iterator
 from typing import Any
 
 from cost_models.cluster import ClusterSpec
+from cost_models.devices import Device
+from cost_models.shrunk import part_of
 from passes.costs.costs import GraphCosts
 from passes.graph.graph import OpGraph
 from passes.search.fastest import fastest_of
@@ -27,6 +32,7 @@ from passes.search.judge import Judge
 from passes.search.layer.provider import LayerProvider
 from passes.search.layer.request import LayerRequest
 from passes.search.outcome import Outcome
+from passes.search.parts import OnPart, Part, parts
 from passes.search.provider import Provider
 from passes.search.words import of_activations
 
@@ -49,7 +55,27 @@ def place_stages(
     deadline = math.inf if limit is None else time.perf_counter() + limit
     if isinstance(request, HybridRequest) and not request.open:
         return place_fixed(graph, costs, cluster, request, judge)
-    return fastest_of(_providers(graph, costs, cluster, request, judge), judge, deadline)
+    providers = _providers(graph, costs, cluster, request, judge)
+    return fastest_of(providers, judge, deadline, list(_parts(graph, costs, cluster, request)))
+
+
+def _parts(graph: OpGraph, costs: GraphCosts, cluster: ClusterSpec, request: StagesRequest) -> Iterator[Part]:
+    """Yield the parts of the cluster that a plan may make do with; none where its devices are fixed."""
+    if isinstance(request, FeatureRequest) and request.mesh is not None:
+        return
+    work: dict[Device, float] = {}
+    for ranks in parts(cluster):
+        kinds = cluster.unlike(ranks)
+        for device in kinds:
+            if device not in work:
+                work[device] = costs.least_work_seconds(request.job.batch_size, [device])
+
+        def providers(ranks: tuple[int, ...] = ranks) -> list[Provider[Any]]:
+            part = part_of(cluster, ranks)
+            judge = Judge(graph, costs, part, request.job)
+            return [OnPart(own, ranks) for own in _providers(graph, costs, part, request, judge)]
+
+        yield Part(ranks, min(work[device] for device in kinds) / len(ranks), providers)
 
 
 def _providers(

@@ -91,9 +91,18 @@ def test_any_number_of_devices(devices: int) -> None:
 
 def test_unequal_devices_are_planned_by_the_slowest_and_that_is_said() -> None:
     cluster = ClusterSpec.load(CLUSTERS / "two-unlike-nodes.yaml")
-    plan = partition(GRAPH, cluster, batch_size=12, strategy="feature")
+    plan = partition(GRAPH, cluster, batch_size=12, strategy="feature", mesh=(6,))
     same(plan)
     assert "pace        all devices have equal parts, so the slowest of" in str(plan)
+
+
+def test_devices_that_slow_a_sharding_down_are_left_out() -> None:
+    cluster = ClusterSpec.load(CLUSTERS / "two-unlike-nodes.yaml")
+    plan = partition(GRAPH, cluster, batch_size=12, strategy="feature")
+    same(plan)
+    whole = partition(GRAPH, cluster, batch_size=12, strategy="feature", mesh=(6,))
+    assert len(plan.used_devices) < 6
+    assert plan.prediction.step_seconds < whole.prediction.step_seconds
 
 
 def test_auto_is_hybrid_then_free_and_says_in_two_sentences_why() -> None:

@@ -40,7 +40,10 @@ def compiled(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], tuple[Compiled,
             **more: object,
         ) -> MeshSurvey:
             found = survey_meshes(graph, costs, cluster, request, *rest, **more)  # type: ignore[arg-type]
-            if found.best is not None and not request.pins:  # data parallelism is looked at beside it
+            whole = cluster.world_size == 2  # type: ignore[attr-defined]
+            if (
+                whole and found.best is not None and not request.pins
+            ):  # data parallelism, and parts, beside it
                 searches.append((request.reserved_bytes, found.best))
             return found
 

@@ -4,6 +4,7 @@ certificate."""
 from __future__ import annotations
 
 import math
+import time
 from dataclasses import replace
 from typing import Any
 
@@ -14,6 +15,7 @@ from cost_models.op_profile import CostLine, OpTimes
 from passes.lower.candidate import Candidate
 from passes.lower.job import Job
 from passes.search.certificate import Certificate
+from passes.search.fastest import fastest_of
 from passes.search.infeasible import overflow_bytes
 from passes.search.judge import Simulated
 from passes.search.layer.options import (
@@ -23,9 +25,9 @@ from passes.search.layer.options import (
     in_flight,
     microbatch_counts,
 )
+from passes.search.layer.provider import LayerProvider
 from passes.search.layer.request import LayerRequest, prepare
 from passes.search.outcome import Outcome
-from passes.search.place import place_stages
 from runtime.schedules import SCHEDULES, peak_bytes
 from tests.unit.passes.search.layer.toys import ToyCosts, ToyJudge, toy_cluster, toy_graph
 
@@ -45,7 +47,14 @@ def _place(
     costs = ToyCosts(graph)
     cluster = toy_cluster(speeds, memory or (BIG,) * len(speeds))
     judge = ToyJudge(graph, costs, cluster, batch_size, memory_factor)
-    return place_stages(graph, costs, cluster, LayerRequest(judge.job, **request), judge)
+    return _searched(LayerRequest(judge.job, **request), judge)
+
+
+def _searched(request: LayerRequest, judge: ToyJudge) -> Outcome:
+    """Search the whole cluster, none of its parts."""
+    limit = request.time_limit_seconds
+    deadline = math.inf if limit is None else time.perf_counter() + limit
+    return fastest_of([LayerProvider(judge, request)], judge, deadline)
 
 
 def _linears(result: Outcome) -> list[int]:
@@ -191,7 +200,7 @@ def test_a_slow_plan_that_fits_does_not_end_the_search_for_fast_ones() -> None:
     costs = ToyCosts(graph)
     request = LayerRequest(Job(16), schedule="gpipe")
     roomy = toy_cluster((1.0, 1.0), (BIG, BIG))
-    best = place_stages(graph, costs, roomy, request, ToyJudge(graph, costs, roomy, 16)).best
+    best = _searched(request, ToyJudge(graph, costs, roomy, 16)).best
     cluster = toy_cluster((1.0, 1.0), (round(1.03 * best.peak_bytes[0]), BIG))
 
     class Heavier(ToyJudge):
@@ -201,7 +210,7 @@ def test_a_slow_plan_that_fits_does_not_end_the_search_for_fast_ones() -> None:
             peak = [int(factor * each) for each in found.peak_bytes]
             return replace(found, peak_bytes=peak, overflow_bytes=overflow_bytes(peak, self.cluster.devices))
 
-    found = place_stages(graph, costs, cluster, request, Heavier(graph, costs, cluster, 16))
+    found = _searched(request, Heavier(graph, costs, cluster, 16))
     assert found.best.candidate.microbatches == 16
     assert best.step_seconds < found.best.step_seconds < 1.03 * best.step_seconds
     slower = [r for r in found.runner_ups if r.fits and "8 micro-batches" in str(r.label)]
@@ -317,14 +326,14 @@ def test_candidates_that_a_bound_rules_out_are_not_simulated_but_listed() -> Non
     graph = toy_graph(8)
     costs, cluster = ToyCosts(graph), toy_cluster((1.0,) * 4, (BIG,) * 4)
     request = LayerRequest(Job(16))
-    everything = place_stages(graph, costs, cluster, request, ToyJudge(graph, costs, cluster, 16))
+    everything = _searched(request, ToyJudge(graph, costs, cluster, 16))
 
     class Exact(ToyJudge):
         def lower_bound_seconds(self, candidate: Candidate) -> float:
             return self.measure(candidate).step_seconds
 
     judge = Exact(graph, costs, cluster, 16)
-    exact = place_stages(graph, costs, cluster, request, judge)
+    exact = _searched(request, judge)
     assert _facts(exact.best) == _facts(everything.best)
     assert len(judge.tried) < 1 + len(everything.runner_ups)
     bounded = [r for r in exact.runner_ups if r.bounded]

@@ -1,0 +1,176 @@
+"""Parts of a cluster: a plan may leave devices out, so none is slower than the best on a part.
+
+    nodes 4 4 4 3        fewer nodes of a kind      4 · 4 4 · 4 4 4 · 3 · 4 3 · 4 4 3
+                         fewer devices of each      1 · 2 · 3 of one node, 1 1 1 · 2 2 2 · 3 3 3 of all of a kind
+
+A part is planned as a cluster of its own; what is found there is a placement on the whole one, and simulated on it.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Generic, TypeAlias
+
+from cost_models.cluster import ClusterSpec
+from cost_models.errors import PartitionerError
+from cost_models.units import counted
+from passes.lower.candidate import Candidate
+from passes.search.provider import Judged, Proposal, Proved, Provider, SolvedT, Valued
+
+MOST_PARTS = 24
+"""Ways to leave nodes out up to which all are tried: three kinds of two nodes have 26. Beyond: a node, or all nodes
+but those of one kind and some of these. By hand: a search of each part takes a second or more."""
+
+Devices: TypeAlias = Mapping[int, int]
+"""Node -> how many of its devices are used, from its first on."""
+
+
+def parts(cluster: ClusterSpec) -> list[tuple[int, ...]]:
+    """List the ranks of each part of a cluster, but for the whole: of one kind of node first, of most devices first.
+
+    So what is fast is found soon, and smaller parts are told by their work alone that they are not. A cluster of one node,
+    whose devices are alike and joined alike, has none.
+    """
+    each = cluster.ranks_per_node
+    if len(each) == 1:
+        return []
+    kinds: dict[object, list[int]] = {}
+    for node, alike in enumerate(_kinds(cluster)):
+        kinds.setdefault((len(each[node]), alike), []).append(node)
+    used = [*_fewer_nodes(list(kinds.values()), each), *_fewer_devices(kinds)]
+    found = {
+        tuple(rank for node, ranks in enumerate(each) for rank in ranks[: counts.get(node, 0)])
+        for counts in used
+    }
+    kind_of = {rank: alike for alike, nodes in kinds.items() for node in nodes for rank in each[node]}
+    return sorted(
+        (ranks for ranks in found if 0 < len(ranks) < cluster.world_size),
+        key=lambda own: (len({kind_of[rank] for rank in own}), -len(own), own),
+    )
+
+
+def _kinds(cluster: ClusterSpec) -> Iterator[object]:
+    """Yield of each node what tells its kind, its number of devices aside."""
+    for entry in cluster.nodes:
+        full = entry.resolved()
+        device = full.device.resolved().model_dump_json(exclude={"name", "preset"}) if full.device else ""
+        links = full.links.model_dump_json() if full.links else ""
+        for _ in entry.names():
+            yield device, links
+
+
+def _fewer_nodes(kinds: Sequence[Sequence[int]], each: Sequence[Sequence[int]]) -> Iterator[Devices]:
+    """Yield whole nodes, the first ones of each kind."""
+    full = [len(nodes) for nodes in kinds]
+    if math.prod(count + 1 for count in full) <= MOST_PARTS:
+        chosen = list(itertools.product(*(range(count + 1) for count in full)))
+    else:
+        alone = [
+            [count * (i == k) for i in range(len(full))]
+            for k, most in enumerate(full)
+            for count in _few(most)
+        ]
+        without = [[count - (i == k) for i, count in enumerate(full)] for k in range(len(full))]
+        chosen = [tuple(counts) for counts in (*alone, *without)]
+    for counts in chosen:
+        yield {
+            node: len(each[node])
+            for nodes, count in zip(kinds, counts, strict=True)
+            for node in nodes[:count]
+        }
+
+
+def _few(most: int) -> list[int]:
+    """List all numbers up to eight, then halves of the most."""
+    return [
+        count for count in range(1, most + 1) if count <= 8 or count in (most // 4, most // 2, most - 1, most)
+    ]
+
+
+def _fewer_devices(kinds: Mapping[Any, Sequence[int]]) -> Iterator[Devices]:
+    """Yield fewer devices of one node, and of all nodes of a kind; of nodes that differ in their number, the largest."""
+    largest: dict[object, int] = {}
+    for size, alike in kinds:
+        largest[alike] = max(size, largest.get(alike, 0))
+    for (size, alike), nodes in kinds.items():
+        for count in range(1, size):
+            if size == largest[alike]:
+                yield {nodes[0]: count}
+            if len(nodes) > 1:
+                yield dict.fromkeys(nodes, count)
+
+
+@dataclass(frozen=True, eq=False)
+class Part:
+    """A part of the cluster that a search may look at after the whole."""
+
+    ranks: tuple[int, ...]
+    floor_seconds: float
+    """Seconds that no step on its devices is below."""
+    providers: Callable[[], Sequence[Provider[Any]]]
+    """Makes the families of pipelines on it."""
+
+
+class OnPart(Generic[SolvedT]):
+    """A provider of pipelines on a part of a cluster, as one on the whole."""
+
+    def __init__(self, own: Provider[SolvedT], ranks: tuple[int, ...]) -> None:
+        """``own``: on the part; ``ranks``: of the part's devices in the whole."""
+        self.own, self.ranks = own, ranks
+        self.words = f"{own.words}, {counted(len(ranks), 'device')} in all"
+        self.objective, self.slack = own.objective, own.slack
+        self.quickly_bounded = own.quickly_bounded
+
+    @property
+    def simulated_first(self) -> int:
+        """See ``Provider``."""
+        return self.own.simulated_first
+
+    def proposals(self, known_seconds: float, room: float, deadline: float) -> Sequence[Proposal[SolvedT]]:
+        """Return those of the part."""
+        return list(map(self._told_apart, self.own.proposals(known_seconds, room, deadline)))
+
+    def candidate(self, proposal: Proposal[SolvedT]) -> Candidate:
+        """Place the part's candidate on its ranks in the whole."""
+        return lifted(self.own.candidate(proposal), self.ranks)
+
+    def leaner(
+        self, judged: Judged[SolvedT], room: float, known_seconds: float
+    ) -> tuple[Proposal[SolvedT], float] | None:
+        """Return what the part's provider makes of an overflow."""
+        peaks = [judged.simulated.peak_bytes[rank] for rank in self.ranks]
+        on_part = replace(judged, simulated=replace(judged.simulated, peak_bytes=peaks))
+        found = self.own.leaner(on_part, room, known_seconds)
+        return None if found is None else (self._told_apart(found[0]), found[1])
+
+    def proved(self) -> Proved:
+        """Return what is proved about the part."""
+        return self.own.proved()
+
+    def valued(self, proposal: Proposal[SolvedT]) -> Valued:
+        """Value a proposal on the part, which costs the same on the whole."""
+        return self.own.valued(proposal)
+
+    def refusal(self, tried: Sequence[Judged[SolvedT]], room: float) -> PartitionerError:
+        """Say why nothing fits the part."""
+        return self.own.refusal(tried, room)
+
+    def _told_apart(self, proposal: Proposal[SolvedT]) -> Proposal[SolvedT]:
+        identity = None if proposal.identity is None else (self.ranks, proposal.identity)
+        return replace(proposal, option=(self.ranks, proposal.option), identity=identity)
+
+
+def lifted(candidate: Candidate, ranks: Sequence[int]) -> Candidate:
+    """Return a candidate of a part as one of the whole. ``ranks``: of the part's devices, in the whole."""
+
+    def whole(group: tuple[int, ...]) -> tuple[int, ...]:
+        return tuple(ranks[rank] for rank in group)
+
+    shardings = {
+        stage: replace(own, mesh=replace(own.mesh, ranks=whole(own.mesh.ranks)))
+        for stage, own in candidate.shardings.items()
+    }
+    return replace(candidate, groups=tuple(map(whole, candidate.groups)), shardings=shardings)

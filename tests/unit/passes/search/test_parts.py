@@ -1,0 +1,63 @@
+"""Parts of a cluster: which there are, what they cost, and that no plan is slower than on one."""
+
+from __future__ import annotations
+
+import pytest
+
+from benchmarks.fuzz_clusters import look_at
+from cost_models.cluster import ClusterSpec
+from cost_models.shrunk import part_of
+from passes.search.parts import parts
+
+
+def cluster(*nodes: tuple[str, int]) -> ClusterSpec:
+    entries = [
+        {"name": f"n{i}", "count": count, "device": device, "links": "NVLink3"}
+        for i, (device, count) in enumerate(nodes)
+    ]
+    return ClusterSpec.from_dict({"nodes": entries, "network": "Ethernet-25G"})
+
+
+OLD, NEW = "A100-40GB", "A100-80GB"
+
+
+def test_parts_are_fewer_nodes_of_a_kind_and_fewer_devices_of_each() -> None:
+    found = parts(cluster((OLD, 2), (OLD, 2), (NEW, 2)))
+    assert found == [
+        (0, 1, 2, 3),  # of one kind, most devices first
+        (0, 1),
+        (0, 2),
+        (4, 5),
+        (0,),
+        (4,),
+        (0, 1, 4, 5),
+    ]
+    assert parts(cluster((OLD, 8))) == []
+
+
+def test_a_node_more_or_less_is_among_the_parts_of_many_kinds() -> None:
+    nodes = [(OLD, count) for count in (1, 2, 3, 4, 5, 6)]
+    whole = set(range(21))
+    found = [set(ranks) for ranks in parts(cluster(*nodes))]
+    for ranks in cluster(*nodes).ranks_per_node:
+        assert whole - set(ranks) in found
+        assert set(ranks) in found
+
+
+def test_a_part_costs_what_it_costs_in_the_whole() -> None:
+    whole = cluster((OLD, 4), (NEW, 3))
+    ranks = (1, 4, 6)
+    part = part_of(whole, ranks)
+    assert [device.model for device in part.devices] == [whole.devices[rank].model for rank in ranks]
+    assert [device.rank for device in part.devices] == [0, 1, 2]
+    assert part.ranks_per_node == ((0,), (1, 2))
+    for a in range(3):
+        for b in range(3):
+            assert part.path(a, b) == whole.path(ranks[a], ranks[b])
+    assert part.contention == whole.contention
+
+
+@pytest.mark.parametrize("number", [2, 7])
+def test_more_devices_are_never_slower(number: int) -> None:
+    for found in look_at(number, ("feature", "hybrid")):
+        assert found.outcome in ("planned", "refused"), found
