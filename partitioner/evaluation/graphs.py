@@ -41,7 +41,7 @@ from passes.evaluate.graph import without_writes
 from passes.graph.graph import OpGraph
 from passes.graph.least_samples import least_samples
 from passes.graph.token_counts import user_leaves
-from passes.trace.batch import flatten_batch, forward_arguments, forward_constants, forward_names
+from passes.trace.batch import flatten_batch, forward_constants, forward_names, forward_part, takes_whole
 from passes.trace.trace import trace
 from runtime.ranks.meeting import Meeting
 
@@ -102,19 +102,19 @@ class EvaluationGraphs:
                 "forward needs the batch on every rank", ["this rank did not load it"], [EVERYWHERE]
             )
         workload, batch = self._deployed.workload, batch.batch if isinstance(batch, PartBatch) else batch
-        args, kwargs = forward_arguments(workload.model, batch, workload.loss_fn is not None)
-        given = self._given(kwargs or args, None)
+        given = self._given(forward_part(workload.model, batch, workload.loss_fn is not None), None)
         return self._find(given, False), given.leaves
 
     def _given(self, batch: Any, loss_fn: Callable[..., Any] | None) -> Given:
         model, has_loss_fn = self._deployed.workload.model, loss_fn is not None
         names = forward_names(model)
-        args, kwargs = forward_arguments(model, batch, has_loss_fn, partial=True)
+        # A forward that takes the mapping itself lacks nothing of a part of it.
+        partial = not takes_whole(model, self._deployed.workload.example_inputs)
         return Given(
             batch,
             flatten_batch(batch, names),
-            frozenset(flatten_batch(kwargs or args, names)),
-            forward_constants(model, batch, has_loss_fn, partial=True),
+            frozenset(flatten_batch(forward_part(model, batch, has_loss_fn, partial=partial), names)),
+            forward_constants(model, batch, has_loss_fn, partial=partial),
         )
 
     def _find(self, given: Given | None, with_loss: bool) -> EvaluationGraph:

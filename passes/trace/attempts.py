@@ -24,6 +24,7 @@ from passes.trace.batch import (
     BatchDims,
     batch_dim_candidates,
     map_tensors,
+    misnamed,
     tile,
 )
 from passes.trace.batch_symbols import (
@@ -209,7 +210,8 @@ def _export(subject: Subject, guess: BatchDims) -> Exported:
     except (PartitionerError, NeedsSamplesError):
         raise
     except Exception as error:
-        raise model_error(error, subject.model, subject.model_name) from error
+        unfit = misnamed(subject.model, subject.batch, error)
+        raise unfit or model_error(error, subject.model, subject.model_name) from error
     nodes = leaf_nodes(program, tuple(leaves))
     batch_size = 2 if doubled else guess.size
     return Exported(program, module, fake_mode, nodes, settle(guess, nodes), batch_size, attributes, fixing)

@@ -31,6 +31,7 @@ __all__ = [
     "forward_arguments",
     "forward_constants",
     "forward_names",
+    "forward_part",
     "map_tensors",
 ]
 
@@ -112,7 +113,7 @@ def forward_constants(
     ``partial``: the batch may lack arguments that forward needs (a rank loads what its own segments read).
     """
     args, kwargs = forward_arguments(model, batch, has_loss_fn, partial=partial)
-    named = [p for p in _signature(model) if p.kind in (*_POSITIONAL, inspect.Parameter.KEYWORD_ONLY)]
+    named = _named(_signature(model))
     kwargs = {
         **{p.name: p.default for p in named[len(args) :] if p.default is not inspect.Parameter.empty},
         **kwargs,
@@ -171,13 +172,14 @@ def forward_arguments(
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Return (args, kwargs) that ``forward`` gets of a batch.
 
-    Mapping: the keys that forward takes (all of them if it has ``**kwargs``). A dataclass with a field for everything
+    Mapping: the keys that forward takes (all of them if it has ``**kwargs``), or the mapping itself (``takes_whole``). A
+    dataclass with a field for everything
     that forward needs: its fields, likewise; any other is forward's one argument. Tuple: everything, or with a
     loss function as many as forward takes; the loss function sees the whole batch. A bare tensor: that one.
     ``partial``: required arguments may be missing.
     """
     parameters = _signature(model)
-    fields = _fields(parameters, batch)
+    fields = None if not partial and takes_whole(model, batch) else _fields(parameters, batch)
     if fields is not None:
         return (), _keyword_arguments(model, parameters, fields, partial)
     items = tuple(batch) if isinstance(batch, list | tuple) else (batch,)
@@ -204,6 +206,44 @@ def forward_arguments(
     return items[:accepted], {}
 
 
+def forward_part(model: nn.Module, batch: object, has_loss_fn: bool, *, partial: bool = False) -> Any:
+    """Return what ``forward`` gets of a batch, as a batch: its leaves have the same names."""
+    args, kwargs = forward_arguments(model, batch, has_loss_fn, partial=partial)
+    return batch if len(args) == 1 and args[0] is batch else kwargs or args
+
+
+def takes_whole(model: nn.Module, batch: object) -> bool:
+    """Tell whether a mapping is the one argument that ``forward(self, batch)`` needs: no key of it names an argument."""
+    named = _named(_signature(model))
+    return (
+        isinstance(batch, Mapping)
+        and all(p.kind is not inspect.Parameter.VAR_KEYWORD for p in _signature(model))
+        and [p.kind in _POSITIONAL for p in named if p.default is inspect.Parameter.empty] == [True]
+        and not any(p.name in batch for p in named)
+    )
+
+
+def misnamed(model: nn.Module, batch: Any, error: Exception) -> ModelError | None:
+    """Make the error for a forward that was given a mapping whole and wanted a tensor; None for another error."""
+    if not (isinstance(error, TypeError | AttributeError) and takes_whole(model, batch)):
+        return None
+    if type(batch).__name__ not in str(error):
+        return None
+    (wanted,) = (p.name for p in _named(_signature(model)) if p.default is inspect.Parameter.empty)
+    return ModelError(
+        f"{type(model).__name__}.forward needs {wanted}, which the batch does not have",
+        [
+            f"the batch has the keys {', '.join(map(str, batch))}",
+            f"with all of it as {wanted}, forward ends with {type(error).__name__}: {str(error).splitlines()[0]}",
+        ],
+        ["name the keys of example_inputs like forward's parameters"],
+    )
+
+
+def _named(parameters: list[inspect.Parameter]) -> list[inspect.Parameter]:
+    return [p for p in parameters if p.kind in (*_POSITIONAL, inspect.Parameter.KEYWORD_ONLY)]
+
+
 def _fields(parameters: list[inspect.Parameter], batch: object) -> Mapping[Any, Any] | None:
     """Return the batch by key if its keys are forward's arguments; None if it is an argument, or several, itself."""
     if isinstance(batch, Mapping):
@@ -211,11 +251,7 @@ def _fields(parameters: list[inspect.Parameter], batch: object) -> Mapping[Any, 
     if not dataclasses.is_dataclass(batch) or isinstance(batch, type):
         return None
     fields = {field.name: getattr(batch, field.name) for field in dataclasses.fields(batch)}
-    needed = [
-        p.name
-        for p in parameters
-        if p.kind in (*_POSITIONAL, inspect.Parameter.KEYWORD_ONLY) and p.default is inspect.Parameter.empty
-    ]
+    needed = [p.name for p in _named(parameters) if p.default is inspect.Parameter.empty]
     return fields if needed and all(name in fields for name in needed) else None
 
 
@@ -231,7 +267,10 @@ def _keyword_arguments(
         raise ModelError(
             f"{type(model).__name__}.forward needs {', '.join(missing)}, which the batch does not have",
             [f"the batch has the keys {', '.join(map(str, batch))}"],
-            ["name the keys of example_inputs like forward's parameters"],
+            [
+                "name the keys of example_inputs like forward's parameters",
+                "forward(self, batch), with no other argument that has no default, gets the whole mapping",
+            ],
         )
     return {str(key): value for key, value in batch.items() if str(key) in accepted}
 

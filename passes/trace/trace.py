@@ -72,7 +72,8 @@ def trace(
     """Trace ``model`` on ``example_inputs`` into an OpGraph whose batch size is a symbol.
 
     ``example_inputs``: a tensor, tuple, list or mapping, nested at will; only shapes and dtypes matter. A
-    mapping's keys that ``forward`` takes go to ``forward``; a tuple's elements go by position.
+    mapping's keys that ``forward`` takes go to ``forward``, or all of it where ``forward(self, batch)`` needs one
+    argument that no key names; a tuple's elements go by position.
     ``loss_fn(output, batch)`` sees the whole batch and returns the loss, or ``(loss, {"name": metric})``; without it
     the model must return its loss itself.
     ``training=False`` traces evaluation mode; the graph's outputs are then the model's, after the loss if

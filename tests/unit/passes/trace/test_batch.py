@@ -13,6 +13,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from cost_models.errors import ModelError, UsageError
 from passes.trace.batch import (
@@ -21,8 +22,11 @@ from passes.trace.batch import (
     forward_arguments,
     forward_constants,
     forward_names,
+    forward_part,
     map_tensors,
+    takes_whole,
 )
+from passes.trace.trace import trace
 
 
 def zeros(*shape: int) -> Tensor:
@@ -214,3 +218,34 @@ def test_a_part_of_a_batch_is_enough_for_its_constants() -> None:
     with pytest.raises(ModelError, match="needs mask"):
         forward_constants(Two(), {"image": zeros(1)}, has_loss_fn=False)
     assert forward_constants(Two(), {"image": 2.0}, has_loss_fn=False, partial=True) == {"image": 2.0}
+
+
+class OfAll(nn.Module):
+    """Takes the loader's mapping as its one argument."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 2)
+
+    def forward(self, batch: Any, scale: float = 1.0) -> dict[str, Tensor]:
+        return {"loss": F.mse_loss(self.linear(batch["x"]) * scale, batch["targets"]["y"])}
+
+
+def test_a_forward_of_one_argument_that_no_key_names_gets_the_mapping() -> None:
+    batch = {"x": torch.randn(6, 4), "targets": {"y": torch.randn(6, 2)}}
+    assert forward_arguments(OfAll(), batch, False) == ((batch,), {})
+    assert forward_part(OfAll(), batch, False) is batch
+    graph = trace(OfAll(), batch)
+    assert [(i.name, graph.batch.batch_dims[i.name]) for i in graph.inputs if i.kind == "batch"] == [
+        ("x", 0),
+        ("targets.y", 0),
+    ]
+    for keys in ({"batch": batch}, {"scale": 2.0, **batch}):  # named: by keys, as ever
+        assert not takes_whole(OfAll(), keys)
+
+
+def test_a_forward_that_wants_a_tensor_and_gets_the_mapping_is_told_by_name() -> None:
+    batch = {"inputs": torch.randn(6, 4), "y": torch.randn(6, 2)}
+    with pytest.raises(ModelError, match="needs input, which the batch does not have") as caught:
+        trace(nn.Linear(4, 2), batch, loss_fn=lambda output, batch: F.mse_loss(output, batch["y"]))
+    assert "with all of it as input, forward ends with TypeError" in caught.value.because[1]
