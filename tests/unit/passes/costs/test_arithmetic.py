@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-import transformers.integrations.moe  # noqa: F401  registers its op
+import transformers
+import transformers.integrations.moe  # registers its op
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -267,3 +268,26 @@ def test_one_kernel_for_both_gradients_is_half_the_weights() -> None:
     assert found == (2 * B * N * K * M,) * 3
     assert costs.op_class(row) == "matmul"
     assert costs.uncounted[row] == ()
+
+
+def test_a_mixture_computes_what_its_active_experts_do_and_the_router() -> None:
+    """Mixtral, two of four experts, beside a Llama whose layers are as wide as two experts."""
+    sizes = {
+        "hidden_size": 16,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "vocab_size": 32,
+        "use_cache": False,
+    }
+    mixture = transformers.MixtralConfig(**sizes, intermediate_size=24, num_local_experts=4)
+    dense = transformers.LlamaConfig(**sizes, intermediate_size=48)
+    ids = torch.randint(0, 32, (2, 8))
+    found = []
+    for model in (transformers.MixtralForCausalLM(mixture), transformers.LlamaForCausalLM(dense)):
+        graph = trace(model, {"input_ids": ids, "labels": ids.clone()})
+        work = cost_graph(graph, only_size=2).at(2)
+        halves = work.forward_flops, work.backward_input_flops, work.backward_weight_flops
+        found.append([half.sum() for half in halves])
+    router = 2 * 16 * 16 * 4  # tokens, width, experts
+    assert [a - b for a, b in zip(*found, strict=True)] == [router] * 3
