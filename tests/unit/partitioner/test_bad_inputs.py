@@ -241,7 +241,7 @@ SHARDINGS: list[Case] = [
     (
         "explain PLAN nosuch",
         2,
-        ("there is no op, parameter or module 'nosuch' to explain", "the plan is for Net with 4 ops"),
+        ("there is no op, parameter or module 'nosuch' to explain", "the plan is for Net with 6 ops"),
     ),
     (
         "explain PLAN frist --model NET",
