@@ -180,12 +180,16 @@ def _run_in(folder: Path, silent: str, name: str, *arguments: object) -> tuple[s
 
 def _called_in(writing: Connection, folder: Path, name: str, arguments: tuple[object, ...]) -> None:
     """Be the forked process: import the checkout in ``folder``, and send what its function ``name`` finds."""
+    import torch
+
     os.setsid()
     try:
         os.chdir(folder)
         sys.path.insert(0, str(folder))
         for module in [m for m in sys.modules if m.partition(".")[0] in FOLDERS]:
-            del sys.modules[module]
+            for held in vars(sys.modules.pop(module)).values():
+                if isinstance(held, torch.library.Library):
+                    held._destroy()  # the module defines its ops anew
         silent = os.open(os.devnull, os.O_WRONLY)
         os.dup2(silent, 1)
         os.dup2(silent, 2)

@@ -27,6 +27,7 @@ from benchmarks.unlike_clusters import THREE_KINDS, UNLIKE, with_less_memory
 from cost_models.cluster import ClusterSpec
 from partitioner import Plan, partition
 from passes.graph.graph import OpGraph
+from passes.search import place
 from passes.search.hybrid import search
 from passes.search.hybrid.options import GroupOption, options
 from passes.search.hybrid.pools import divisions
@@ -97,7 +98,7 @@ def _only(option: GroupOption) -> Iterator[None]:
     def one(*_: Any) -> Iterator[GroupOption]:
         yield option
 
-    with mock.patch.object(search, "options", one):
+    with mock.patch.object(search, "options", one), mock.patch.object(place, "parts", return_value=[]):
         yield
 
 

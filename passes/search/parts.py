@@ -114,6 +114,17 @@ class Part:
     """Makes the families of pipelines on it."""
 
 
+@dataclass(frozen=True)
+class _OnRanks:
+    """An option of a part's search, told from the same of another part."""
+
+    ranks: tuple[int, ...]
+    own: object
+
+    def __str__(self) -> str:
+        return f"{self.own}, on {counted(len(self.ranks), 'device')}"
+
+
 class OnPart(Generic[SolvedT]):
     """A provider of pipelines on a part of a cluster, as one on the whole."""
 
@@ -160,7 +171,7 @@ class OnPart(Generic[SolvedT]):
 
     def _told_apart(self, proposal: Proposal[SolvedT]) -> Proposal[SolvedT]:
         identity = None if proposal.identity is None else (self.ranks, proposal.identity)
-        return replace(proposal, option=(self.ranks, proposal.option), identity=identity)
+        return replace(proposal, option=_OnRanks(self.ranks, proposal.option), identity=identity)
 
 
 def lifted(candidate: Candidate, ranks: Sequence[int]) -> Candidate:

@@ -128,7 +128,7 @@ class _Walk:
             ):
                 result.append(_named(node, "samples"))
         unlike = () if graph.reduction_declared else graph.unlike_whole
-        for node in (graph.nodes[name] for name in unlike):
+        for node in (graph.nodes[name] for name in unlike if name in graph.nodes):  # a stage has its own
             if not any(isinstance(state, Coupled) for state in self._states.get(node, ())):
                 result.append(_named(node, "samples"))
         named = {coupling.op for coupling in result}

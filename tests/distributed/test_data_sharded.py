@@ -20,6 +20,7 @@ from partitioner.batches.part_batch import PartBatch
 from partitioner.models.as_graph import as_graph
 from passes.graph.graph import OpGraph
 from runtime.ranks.launch import WorkerPool
+from tests.support.batch_norms import count_batches
 from tests.support.matrix import thinned
 
 WORDS, WIDTH, LENGTH, SAMPLES, MICROBATCHES = 12, 8, 4, 8, 2
@@ -162,6 +163,7 @@ def reference(batches: list[range]) -> tuple[list[tuple[float, float, int, int]]
         loss.backward()  # type: ignore[no-untyped-call]
         optimizer.step()
         steps.append((float(loss.detach()), float(metrics["hits"]), len(indices), whole["tokens"].numel()))
+    count_batches(made, len(batches))
     return steps, made
 
 

@@ -21,6 +21,7 @@ from passes.graph.graph import OpGraph
 from passes.lower.placed_graph import PlacedGraph
 from runtime.ranks.launch import WorkerPool
 from runtime.segment.code import SegmentCode
+from tests.support.batch_norms import count_batches
 from tests.support.split_model import (
     MICROBATCHES,
     SAMPLES,
@@ -101,6 +102,7 @@ def eager(steps: range) -> Course:
         found.norms.append(float(nn.utils.clip_grad_norm_(net.parameters(), MAX_NORM)))
         optimizer.step()
         found.losses.append(float(sum(losses[1:], losses[0]).detach()))
+    count_batches(net, len(steps))
     found.state = dict(net.state_dict())
     return found
 

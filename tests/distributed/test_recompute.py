@@ -132,7 +132,7 @@ def test_masks_and_statistics_are_those_of_a_plan_without(
                 torch.testing.assert_close(actual[name], tensor, rtol=1e-12, atol=1e-15, msg=f"{kind} {name}")
     tracked = [b for result in again for n, b in result.buffers.items() if n.endswith("num_batches_tracked")]
     assert len(tracked) == 4
-    assert all(int(count) == 4 for count in tracked)  # once per micro-batch
+    assert all(int(count) == 1 for count in tracked)  # once per batch
 
 
 def task(plan: Plan, workload: Workload, graph: OpGraph) -> VerificationTask:

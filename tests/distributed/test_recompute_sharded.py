@@ -90,4 +90,4 @@ def test_masks_and_statistics_are_those_of_a_plan_without(pattern: str, pool: Wo
     for name, tensor in kept[1].items():
         torch.testing.assert_close(again[1][name], tensor, rtol=1e-12, atol=1e-15, msg=name)
     tracked = [int(t) for name, t in again[1].items() if name.endswith("num_batches_tracked")]
-    assert tracked == [6] * 4, "once per micro-batch"
+    assert tracked == [3] * 4, "once per batch"

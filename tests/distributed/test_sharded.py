@@ -69,6 +69,7 @@ from tests.distributed.sharded_models import (
     mlp_batch,
     place,
 )
+from tests.support.batch_norms import count_batches
 from tests.support.matrix import thinned
 from tests.support.sharded_programs import sharded_programs, sharded_segments
 
@@ -160,6 +161,7 @@ def reference(model: nn.Module, batch: Mapping[str, Tensor]) -> dict[str, Any]:
         norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM))
         optimizer.step()
         losses.append(total)
+    count_batches(model, STEPS)
     return {
         "losses": losses,
         "norms": norms,

@@ -17,6 +17,7 @@ from cost_models.cluster import ClusterSpec
 from cost_models.precision import Precision
 from partitioner import Plan, Workload, partition
 from runtime.ranks.launch import WorkerError, WorkerPool
+from tests.support.batch_norms import count_batches
 
 
 class Net(nn.Module):
@@ -78,6 +79,7 @@ def expected() -> Net:
     for piece in batch()["tokens"].split(4):
         (loss_fn(model(piece), {"tokens": piece}) / 2).backward()
     optimizer.step()
+    count_batches(model, 1)
     return model
 
 
