@@ -84,6 +84,9 @@ def _patch() -> None:
             raise _talks()
         return not_in_group(group)
 
+    os.register_at_fork(
+        after_in_child=_CONTEXTS.clear
+    )  # a process that is forked meanwhile has a group of its own
     c10d._World.default_pg = property(default_pg, world.fset, world.fdel)
     c10d._rank_not_in_group = rank_not_in_group
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -10,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import is_initialized
 
-from runtime.ranks.alone import NoGroupError, alone
+from runtime.ranks.alone import _CONTEXTS, NoGroupError, alone
 
 
 @pytest.mark.usefixtures("two_ranks")
@@ -45,3 +46,15 @@ def test_what_communicates_all_the_same_names_its_line() -> None:
         assert isinstance(caught.value, NoGroupError)
         assert caught.value.because[0].startswith("test_alone.py:")
     dist.all_reduce(torch.ones(2))
+
+
+def test_a_process_that_is_forked_meanwhile_sees_its_own_group() -> None:
+    reading, writing = os.pipe()
+    with alone(threads=True):
+        child = os.fork()
+        if child == 0:
+            os.write(writing, str(len(_CONTEXTS)).encode())
+            os._exit(0)
+        os.waitpid(child, 0)
+        assert len(_CONTEXTS) == 1
+    assert os.read(reading, 8) == b"0"
