@@ -5,9 +5,9 @@
 With ``--search`` each row is planned with nothing fixed, too, and the table compares both.
 
 A row is a model, a cluster, a batch and a fix; what is short is said where it does not fit. Recipes that used FP8 are
-planned in bfloat16: only the structure is compared. A plan computes whole blocks again or keeps them, so where the source
-computed some ops of each block again ("selective"), ``recompute=auto`` stands for it: as many blocks again as memory asks
-for. It stands for "none", too, where that does not fit in our prediction.
+planned in bfloat16: only the structure is compared. A stage computes its blocks again or keeps them, so where the source
+computed some ops of each block again ("selective"), or nothing on cards of more memory, ``recompute=auto`` stands for it:
+stages that would not fit compute all of their blocks again, which is leaner and slower than the source.
 
 Sources: torchtitan (its benchmark of December 2024, on H100s with 96 GB), The Llama 3 Herd of Models
 (arXiv 2407.21783, section 3.3: 126 layers in 128 parts of 16 ranks, nothing computed again), Megatron-LM's published
