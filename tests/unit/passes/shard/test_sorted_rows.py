@@ -117,7 +117,9 @@ def put_to_others(m: Mixture, h: Tensor) -> Tensor:
 
 
 def grouped_by_another_key(m: Mixture, h: Tensor) -> Tensor:
-    other = h[:, EXPERTS - 2 :].argmax(-1)
+    other = h[:, EXPERTS:].argmax(
+        -1
+    )  # four columns: every row is in a group, or its product would be anything
     ends = torch.histc(other.float(), EXPERTS, 0, EXPERTS - 1).cumsum(0).int()
     order = torch.argsort(expert_of(h), stable=True)
     made = torch._grouped_mm(h[order].bfloat16(), m.weights.bfloat16(), ends).float()
