@@ -25,13 +25,11 @@ import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from functools import lru_cache
 
-from benchmarks.bound_models import CLUSTERS, random_model
+from benchmarks.bound_models import CLUSTERS, traced_model
 from cost_models.errors import InfeasibleError, InternalError, PartitionerError
 from passes.compile import bounded
 from passes.costs.costs import cost_graph, costs_of
-from passes.graph.graph import OpGraph
 from passes.lower.job import Job
 from passes.lower.placed_graph import on_meshes
 from passes.search.any_plan import counted_work
@@ -43,7 +41,6 @@ from passes.search.layer.request import LayerRequest
 from passes.search.outcome import Outcome
 from passes.search.request import Request
 from passes.search.strategies import STRATEGIES
-from passes.trace.trace import trace
 
 INSTANCES_PER_MODEL = 20
 """Clusters and batches that a traced model is planned for."""
@@ -68,7 +65,7 @@ class Tally:
 def check_instance(seed: int, number: int, tally: Tally, seconds: float = 0.2) -> None:
     """Plan one instance with every strategy, and compare. ``seconds``: limit of a free search."""
     draw = random.Random(f"{seed}:{number}")
-    graph = _traced(seed * 1_000_003 + number // INSTANCES_PER_MODEL)
+    graph = traced_model(seed * 1_000_003 + number // INSTANCES_PER_MODEL)
     cluster_name = draw.choice(sorted(CLUSTERS))
     cluster = CLUSTERS[cluster_name]()
     batch = draw.choice([2, 4, 6, 8, 12, 16, 32, 64, 100, 256, 1024])
@@ -160,12 +157,6 @@ def _requests(job: Job, devices: int, draw: random.Random, seconds: float) -> It
             FreeRequest(job, microbatches=fixed, time_limit_seconds=seconds),
         ]
     )
-
-
-@lru_cache(maxsize=1)
-def _traced(seed: int) -> OpGraph:
-    model, batch = random_model(seed)
-    return trace(model, batch, name=f"random {seed}")
 
 
 def main() -> int:

@@ -1,9 +1,10 @@
-"""Small random models of many kinds, and clusters of many kinds, for ``bound_check``: the same for the same seed."""
+"""Small random models of many kinds, and clusters of many kinds: the same for the same seed."""
 
 from __future__ import annotations
 
 import random
 from collections.abc import Callable, Mapping
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -15,6 +16,8 @@ from cost_models.cluster import ClusterSpec
 from cost_models.cluster_schema import HostSpec
 from cost_models.op_profile import PHASES, Cost, CostCurve, CostLine, OpTimes, Phase
 from cost_models.rates import MeasuredRates
+from passes.graph.graph import OpGraph
+from passes.trace.trace import trace
 
 WORDS = 96
 
@@ -130,6 +133,13 @@ def random_model(seed: int) -> tuple[nn.Module, Mapping[str, Tensor]]:
         model = RandomModel(draw)
     ids = torch.randint(0, WORDS, (4, steps), generator=torch.Generator().manual_seed(seed))
     return model, {"ids": ids, "labels": ids.clone()}
+
+
+@lru_cache(maxsize=1)
+def traced_model(seed: int) -> OpGraph:
+    """Trace ``random_model``; the last one is kept."""
+    model, batch = random_model(seed)
+    return trace(model, batch, name=f"random {seed}")
 
 
 def _like(device: object, count: int, bandwidth: str = "300GB/s", latency: str = "3us") -> ClusterSpec:

@@ -25,15 +25,13 @@ import traceback
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any
 
-from benchmarks.bound_models import random_model
+from benchmarks.bound_models import traced_model
 from cost_models.cluster import ClusterSpec
 from cost_models.errors import InternalError, PartitionerError
 from partitioner import Plan, partition
 from passes.graph.graph import OpGraph
-from passes.trace.trace import trace
 
 STRATEGIES = ("layer", "feature", "hybrid", "free")
 INSTANCES_PER_MODEL = 10
@@ -97,7 +95,7 @@ def _cluster(nodes: Sequence[tuple[int, int]], network: object) -> ClusterSpec:
 def look_at(number: int, strategies: Sequence[str] = STRATEGIES) -> Iterator[Found]:
     """Plan one instance by each strategy."""
     draw = random.Random(number)
-    graph = _traced(number // INSTANCES_PER_MODEL)
+    graph = traced_model(number // INSTANCES_PER_MODEL)
     clusters = random_clusters(draw)
     batch_size = draw.choice([4, 6, 8, 12, 16, 32, 48, 60, 64])
     for strategy in strategies:
@@ -130,12 +128,6 @@ def look_at(number: int, strategies: Sequence[str] = STRATEGIES) -> Iterator[Fou
 def _planned(graph: OpGraph, cluster: ClusterSpec, strategy: str, batch_size: int) -> Plan:
     limit = FREE_SECONDS if strategy == "free" else MOST_SECONDS
     return partition(graph, cluster, strategy=strategy, batch_size=batch_size, time_limit_seconds=limit)
-
-
-@lru_cache(maxsize=1)
-def _traced(seed: int) -> OpGraph:
-    model, batch = random_model(seed)
-    return trace(model, batch, name=f"random {seed}")
 
 
 def main() -> int:

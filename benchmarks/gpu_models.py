@@ -57,38 +57,30 @@ def _bundled(name: str, seq: int | None = None, **settings: str) -> Callable[[],
     return lambda: load_workload(name, settings=settings, seq=seq, dtype=None)
 
 
-def _llama() -> Workload:
-    """Build a Llama of 350 million parameters, with weights: the bundled ones are full-size and have none."""
-    from transformers import LlamaConfig, LlamaForCausalLM
+def _transformer(kind: str, dtype: torch.dtype, **sizes: int) -> Workload:
+    """Build a language model of transformers, 1,024 wide, with weights: the bundled ones are full-size and have none."""
+    import transformers
 
-    config = LlamaConfig(
+    config = getattr(transformers, f"{kind}Config")(
         hidden_size=1024,
         intermediate_size=2816,
-        num_hidden_layers=24,
         num_attention_heads=16,
         num_key_value_heads=8,
-        vocab_size=32_000,
         use_cache=False,
+        **sizes,
     )
-    model = build(LlamaForCausalLM, config, torch.float32, on_meta=False)
-    return Workload(model, example_batch(model, 1024, 2, 0), name="llama")
+    model = build(getattr(transformers, f"{kind}ForCausalLM"), config, dtype, on_meta=False)
+    return Workload(model, example_batch(model, 1024, 2, 0), name=kind.lower())
+
+
+def _llama() -> Workload:
+    """Build a Llama of 350 million parameters."""
+    return _transformer("Llama", torch.float32, num_hidden_layers=24, vocab_size=32_000)
 
 
 def _mixtral() -> Workload:
     """Build a mixture of 8 experts, 2 a token, in bfloat16: 610 million parameters, of which a token meets 200 million."""
-    from transformers import MixtralConfig, MixtralForCausalLM
-
-    config = MixtralConfig(
-        hidden_size=1024,
-        intermediate_size=2816,
-        num_hidden_layers=8,
-        num_attention_heads=16,
-        num_key_value_heads=8,
-        vocab_size=16_000,
-        use_cache=False,
-    )
-    model = build(MixtralForCausalLM, config, torch.bfloat16, on_meta=False)
-    return Workload(model, example_batch(model, 1024, 2, 0), name="mixtral")
+    return _transformer("Mixtral", torch.bfloat16, num_hidden_layers=8, vocab_size=16_000)
 
 
 MODELS: Mapping[str, GpuModel] = {
