@@ -21,7 +21,8 @@ from cost_models.layout import Replicate
 from partitioner import Plan, Workload, partition
 from partitioner.models.as_graph import as_graph
 from partitioner.models.load import load_workload
-from partitioner.verify.verify import VerifyReport, verify_plan
+from partitioner.verify.report import VerifyReport
+from partitioner.verify.verify import verify_plan
 from passes.graph.graph import OpGraph
 from passes.search.feature.options import StoredChoice
 from passes.search.feature.presets import rules_of

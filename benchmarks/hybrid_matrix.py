@@ -27,7 +27,8 @@ from benchmarks.feature_matrix import load
 from cost_models.cluster import ClusterSpec
 from cost_models.errors import InfeasibleError, UsageError
 from partitioner import Plan, Workload, partition
-from partitioner.verify.verify import VerifyReport, verify_plan
+from partitioner.verify.report import VerifyReport
+from partitioner.verify.verify import verify_plan
 from passes.graph.graph import OpGraph
 from runtime.ranks.launch import WorkerPool
 

@@ -28,7 +28,8 @@ from cost_models.errors import InfeasibleError, PartitionerError
 from partitioner import Plan, Workload, partition
 from partitioner.models.as_graph import as_graph
 from partitioner.models.load import load_workload
-from partitioner.verify.verify import VerifyReport, verify_plan
+from partitioner.verify.report import VerifyReport
+from partitioner.verify.verify import verify_plan
 from passes.graph.graph import OpGraph
 from passes.search.words import RecomputeMode
 from runtime.ranks.launch import WorkerPool

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from partitioner.models.as_graph import trace
     from partitioner.models.workload import Workload
     from partitioner.plan import Plan
-    from partitioner.verify.verify import VerifyReport
+    from partitioner.verify.report import VerifyReport
     from passes.graph.graph import OpGraph
     from passes.trace.opaque.mark import opaque
     from runtime.checkpoint.directory import is_checkpoint
@@ -84,7 +84,7 @@ _MODULES = {
     "Plan": "partitioner.plan",
     "Precision": "cost_models.precision",
     "TensorBoardLogger": "partitioner.engine.loggers",
-    "VerifyReport": "partitioner.verify.verify",
+    "VerifyReport": "partitioner.verify.report",
     "WandbLogger": "partitioner.engine.loggers",
     "Workload": "partitioner.models.workload",
     "deploy": "partitioner.deploy_together",

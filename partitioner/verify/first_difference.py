@@ -25,6 +25,7 @@ from runtime.segment.code import SegmentCode
 from runtime.segment.microbatch import cut
 
 RELATIVE = 1e-9
+TRACE_ALONE = "none of the partition: the traced graph alone differs from the eager model "
 
 
 def first_difference(
@@ -42,7 +43,7 @@ def first_difference(
     own = unpartitioned(graph, task)
     numbers = replace(expected, parameters={}, buffers={})
     if alone := _worst(numbers, own):
-        return f"none of the partition: the traced graph alone differs from the eager model {alone}"
+        return f"{TRACE_ALONE}{alone}"
     if run_graph.parts:
         graph, own = run_graph, unpartitioned(run_graph, task)
         if alone := _worst(numbers, own):

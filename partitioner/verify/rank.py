@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 
 import torch
@@ -48,6 +49,9 @@ class VerificationTask:
     draws: Draws = field(default_factory=dict)
     """The draws of the unpartitioned model, for the ops in ``codes`` that replay it."""
 
+    double: bool = True
+    """True if all is in float64, what ops make as well."""
+
     def whole_of(self, name: str) -> str:
         """Return the model's own name of what ranks hold as ``name``."""
         return self.parts[name].whole if name in self.parts else name
@@ -69,7 +73,10 @@ def run_rank(task: VerificationTask) -> StepResult:
         sharded.attach(optimizer)
     try:
         segments = [segment.index for segment in task.segments.segments]
-        with float64_by_default(), replaying(task.draws, segments, task.microbatches):
+        with (
+            float64_by_default() if task.double else nullcontext(),
+            replaying(task.draws, segments, task.microbatches),
+        ):
             loss = executor.train_step(task.batch, task.microbatches, None, weights=task.weights)
             sharded.collect()
             if optimizer is not None:

@@ -14,7 +14,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from partitioner.verify.compare import Comparison, StepResult, compare
+from partitioner.verify.compare import TOLERANCE, Comparison, StepResult, compare
 from partitioner.verify.rank import VerificationTask
 from runtime.mesh.sharding import Block, Sharding
 from runtime.state.state_view import StateView
@@ -58,7 +58,11 @@ def with_views(results: Sequence[StepResult], views: Mapping[str, StateView]) ->
 
 
 def compare_ranks(
-    expected: StepResult, actual: Sequence[StepResult], initial: Mapping[str, Tensor], learning_rate: float
+    expected: StepResult,
+    actual: Sequence[StepResult],
+    initial: Mapping[str, Tensor],
+    learning_rate: float,
+    tolerance: float = TOLERANCE,
 ) -> list[Comparison]:
     """Compare every copy; what nobody holds must not have changed."""
     losses = [result.loss for result in actual if result.loss is not None]
@@ -75,13 +79,16 @@ def compare_ranks(
         )
         buffers = {n: b for n, b in result.buffers.items() if n in expected.buffers}
         mine = StepResult(expected.loss, result.gradients, result.parameters, buffers)
-        found += [c for c in compare(own, mine, learning_rate, whole=expected.gradients) if c.kind != "loss"]
+        found += compare(own, mine, learning_rate, whole=expected.gradients, tolerance=tolerance)[1:]
     lost = {n: g for n, g in expected.gradients.items() if n not in seen}
     kept = {n: b for n, b in expected.buffers.items() if n not in seen and n in initial}
     unheld = StepResult(expected.loss, {}, {}, {n: initial[n] for n in kept})
-    found += compare(StepResult(expected.loss, lost, {}, kept), unheld, learning_rate)[1:]
+    found += compare(StepResult(expected.loss, lost, {}, kept), unheld, learning_rate, tolerance=tolerance)[
+        1:
+    ]
     loss = losses[0] if len(losses) == 1 else None
-    return compare(StepResult(expected.loss, {}, {}), StepResult(loss, {}, {}), learning_rate) + found
+    of_loss = StepResult(expected.loss, {}, {}), StepResult(loss, {}, {})
+    return compare(*of_loss, learning_rate, tolerance=tolerance) + found
 
 
 def _tensors(result: StepResult, task: VerificationTask) -> Iterator[tuple[str, str, Tensor]]:

@@ -1,5 +1,5 @@
-"""The reference of a verification: one step of the unpartitioned, eager model in float64, on the whole batch at once, which
-is what the user would compute without micro-batches.
+"""The reference of a verification: one step of the unpartitioned, eager model in float64, or in its own types, on the whole
+batch at once, which is what the user would compute without micro-batches.
 
 If a whole batch is no sum over its samples (batch norm; an auxiliary loss over all tokens; a declared mean of unlike
 micro-batches), it goes micro-batch by micro-batch, gradients accumulated; under "token_mean" the mean cross-entropies are
@@ -26,8 +26,9 @@ from partitioner.models.workload import Workload
 from partitioner.verify.compare import StepResult
 from partitioner.verify.draws import RecordedDraws, Recorder
 from partitioner.verify.grow_batch import rebuilt, to_double
+from partitioner.verify.rounding import RoundedOnceMore
 from passes.evaluate.dropout import DropoutOff, random_ops
-from passes.evaluate.float64 import Float64, float64_by_default, widen_module
+from passes.evaluate.float64 import code_in_float64, widen_module
 from passes.graph.graph import OpGraph
 from passes.shard.couplings import Coupling, couplings
 from passes.trace.batch import forward_arguments
@@ -45,10 +46,15 @@ def reference_step(
     optimizer: str,
     learning_rate: float,
     recorded: RecordedDraws | None = None,
+    *,
+    double: bool = True,
+    rounded: int | None = None,
 ) -> StepResult:
     """Compute one step of the unpartitioned model. ``sizes``: the samples of each of the plan's micro-batches.
 
-    ``recorded``: takes the random draws of each micro-batch.
+    ``graph``: in the model's own types. ``recorded``: takes the random draws of each micro-batch. ``double``: ``reference``
+    is in float64, whatever its code asks for; ``rounded``: the seed by which results of ops are rounded
+    once more.
     """
     reference = reference.copied()
     model = reference.model.train()
@@ -57,11 +63,16 @@ def reference_step(
     if len(sizes) == 1 or not why_in_pieces(graph):
         sizes, weights = (sum(sizes),), [1.0]
     elif graph.loss_reduction == "token_mean":
-        mode = counted_means(reference, batch, leaves, graph, sizes)
+        mode = counted_means(reference, batch, leaves, graph, sizes, double=double)
     total = 0.0
     pieces = _pieces(batch, leaves, graph, sizes, model)
     once = {name: model.get_buffer(name).detach().clone() for name in written_once(graph)}
-    with DropoutOff(), flex_with_backward(), Float64(graph.constants), float64_by_default():
+    with (
+        DropoutOff(),
+        flex_with_backward(),
+        code_in_float64(graph) if double else nullcontext(),
+        nullcontext() if rounded is None else RoundedOnceMore(rounded),
+    ):
         for index, (piece, weight) in enumerate(zip(pieces, weights, strict=True)):
             recorder = Recorder() if recorded else None
             for name, before in once.items():
@@ -86,6 +97,12 @@ def reference_step(
         # A parameter that is registered as a buffer too is compared as the parameter.
         {name: b.detach() for name, b in model.named_buffers() if not isinstance(b, nn.Parameter)},
     )
+
+
+def own_copy(workload: Workload) -> Workload:
+    """Return the workload in its own types on the CPU, its model copied."""
+    copied = workload.copied()
+    return replace(copied, model=copied.model.cpu())
 
 
 def double_copy(workload: Workload) -> Workload:
@@ -186,7 +203,7 @@ def counted_means(
             DropoutOff(),
             flex_with_backward(),
             torch.no_grad(),
-            *((Float64(graph.constants), float64_by_default()) if double else ()),
+            code_in_float64(graph) if double else nullcontext(),
         ):
             stack.enter_context(world)
         for index, piece in enumerate(_pieces(batch, leaves, graph, sizes, model)):

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import nullcontext
 from typing import Any, TypeVar
 
 from torch import Tensor
@@ -22,10 +22,11 @@ from cost_models.errors import ModelError, PartitionerError
 from cost_models.units import counted, listed
 from partitioner.models.workload import Workload
 from partitioner.record.data import PlanData
+from partitioner.verify.compare import StepResult
 from partitioner.verify.grow_batch import rebuilt, to_double
 from partitioner.verify.reference import double_copy
 from passes.evaluate.dropout import DropoutOff
-from passes.evaluate.float64 import Float64, float64_by_default
+from passes.evaluate.float64 import code_in_float64
 from passes.graph.graph import OpGraph
 from passes.graph.least_samples import least_samples
 from passes.trace.batch import flatten_batch, forward_arguments, forward_names
@@ -37,6 +38,34 @@ T = TypeVar("T")
 
 class NoNumberError(ArithmeticError):
     """A loss or a gradient of the unpartitioned model that is NaN or infinite: it agrees with nothing."""
+
+
+def refuse_no_numbers(result: StepResult) -> None:
+    """Raise NoNumberError where a loss or a gradient is not finite."""
+    if result.loss is not None and not math.isfinite(result.loss):
+        raise NoNumberError(f"its loss is {result.loss}")
+    for name, gradient in result.gradients.items():
+        if not bool(gradient.to_dense().isfinite().all()):
+            raise NoNumberError(f"the gradient of {name} holds NaN or infinity")
+
+
+class FailsInFloat64Error(ModelError):
+    """A model runs in its own types, and fails in float64, as we say with ``reason``."""
+
+    def __init__(self, name: str, reason: str) -> None:
+        super().__init__(
+            f"cannot verify {name}: it fails in float64, in which plans are compared",
+            [
+                f"our call, with its tensors widened: {reason}",
+                "the model itself runs on example_inputs, in its own types",
+            ],
+            [
+                "verify a plan in the model's own types, without a precision",
+                "take types from tensors (x.dtype) where the code names one, and make tensors in forward",
+                "what a plan trains is not touched by this: it runs in the plan's types",
+            ],
+        )
+        self.reason = reason
 
 
 def on_samples(
@@ -127,18 +156,8 @@ def _fails(
                 f"{graph.example_batch_size} samples",
             ],
         )
-    if own := _failure(double_copy(workload), leaves, graph.constants):
-        return ModelError(
-            f"cannot verify {name}: it fails in float64, in which plans are compared",
-            [
-                f"our call, with its tensors widened: {own}",
-                "the model itself runs on example_inputs, in its own types",
-            ],
-            [
-                "take types from tensors (x.dtype) where the code names one, and make tensors in forward",
-                "what a plan trains is not touched by this: it runs in the plan's types",
-            ],
-        )
+    if own := _failure(double_copy(workload), leaves, graph):
+        return FailsInFloat64Error(name, own)
     return ModelError(
         f"cannot verify {name}: our own loop over it fails",
         [
@@ -168,18 +187,13 @@ def _failure_of_parts(
     return ""
 
 
-def _failure(
-    workload: Workload, leaves: Mapping[str, Tensor], constants: Mapping[str, Tensor] | None = None
-) -> str:
-    """Say how a step of the model on ``leaves`` fails; "" if it does not. ``constants``: the graph's, for float64."""
+def _failure(workload: Workload, leaves: Mapping[str, Tensor], graph: OpGraph | None = None) -> str:
+    """Say how a step of the model on ``leaves`` fails; "" if it does not. ``graph``: what float64 is compared with."""
     own = workload.copied()
     copies = {name: leaf.clone() for name, leaf in leaves.items()}
-    worlds = () if constants is None else (Float64(constants), float64_by_default())
-    batch: Any = rebuilt(own.example_inputs, copies if constants is None else to_double(copies), own.model)
+    batch: Any = rebuilt(own.example_inputs, copies if graph is None else to_double(copies), own.model)
     try:
-        with ExitStack() as stack:
-            for world in (DropoutOff(), *worlds):
-                stack.enter_context(world)
+        with DropoutOff(), nullcontext() if graph is None else code_in_float64(graph):
             args, kwargs = forward_arguments(own.model.train(), batch, own.loss_fn is not None)
             loss, _ = loss_and_metrics(own.model(*args, **kwargs), batch, own.loss_fn)
             if loss is not None and loss.requires_grad:

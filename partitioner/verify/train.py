@@ -9,6 +9,8 @@
     float64, resumed under another    (load) 3 4                  the same; one device, or two where the plan has one
     the plan's own types              1 2 3                       in these types, to their rounding
 
+A model that fails in float64 is run in its own types alone, and resumed in these.
+
 ``verify`` runs the programs alone. What only the engine does is tried here: the norm that clips, the loader, checkpoints,
 optimizer shards, sums in 16 bits, who plays which device. Dropout is off in both worlds.
 """
@@ -21,13 +23,15 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import replace
+from functools import partial
 from multiprocessing.reduction import ForkingPickler
-from typing import Any, cast
+from typing import Any, TypeAlias, cast
 
 from torch import nn
 
 from cost_models.cluster import ClusterSpec
 from cost_models.errors import InfeasibleError, PartitionerError, TimeLimitError, UsageError
+from cost_models.precision import Precision
 from cost_models.units import counted, format_bytes
 from partitioner.deployment.facts import free_memory_bytes
 from partitioner.deployment.state import holders_of
@@ -39,7 +43,7 @@ from partitioner.record.data import PlanData
 from partitioner.record.rebuild import plan_code, ranks_in_order
 from partitioner.verify.notes import notes_on
 from partitioner.verify.plain_loop import PlainStep
-from partitioner.verify.samples import NoNumberError, on_samples
+from partitioner.verify.samples import FailsInFloat64Error, NoNumberError, on_samples
 from partitioner.verify.train_compare import Expected, compare_run, compare_saved
 from partitioner.verify.train_course import (
     CLIPPED,
@@ -120,21 +124,31 @@ def verify_training(
     world_size = max(plan.world_size, 0 if other is None else other.world_size)
     report_phase("verifying: a plain loop over the model")
 
-    def tried(sizes: tuple[int, ...]) -> tuple[Course, list[PlainStep], list[PlainStep] | None]:
+    def tried(double: bool, sizes: tuple[int, ...]) -> _Tried:
         course = Course.of(plan, workload, graph, sizes, hooks=not left_out)
-        plain = course.plain(double=True)
+        plain = course.plain(double=double)
         for number, step in enumerate(plain, 1):
             if not math.isfinite(step.loss):
                 raise NoNumberError(f"its loss is {step.loss} in step {number} of a plain loop")
+        if not double:
+            return course, plain, course.plain(double=False, rounded=True)
         return course, plain, course.plain(double=False) if course.has_own_types else None
 
-    (course, plain, own), kept = on_samples(plan, workload, graph, multiple, tried)
+    double = True
+    try:
+        (course, plain, own), kept = on_samples(plan, workload, graph, multiple, partial(tried, True))
+    except FailsInFloat64Error as error:
+        if plan.precision != Precision():
+            raise
+        double = False
+        (course, plain, own), kept = on_samples(plan, workload, graph, multiple, partial(tried, False))
+        notes.append(f"compared in {course.own_types} alone: in float64 the model fails, {error.reason}")
     notes += kept
     bound = CLIPPED * plain[0].norm or 1.0
     with ExitStack() as stack:
         directory = stack.enter_context(tempfile.TemporaryDirectory(prefix="partitioner-verify-"))
         workers = stack.enter_context(nullcontext(pool) if pool is not None else WorkerPool(world_size))
-        runs = _runs(True) if own is None else (*_runs(True), *_runs(False))
+        runs = _runs(double) if own is None or not double else (*_runs(True), *_runs(False))
         task = TrainTask(
             source,
             None if isinstance(source, Given) else workload.model.state_dict(),
@@ -151,21 +165,25 @@ def verify_training(
         )
         report_phase(f"verifying: training on {counted(plan.world_size, 'local process')}")
         told = _run(workers, task, plan.world_size)
-        expected = course.expected(plain, double=True)
-        found = [*_placement(plan, graph, told[0]), *_both("float64", told[0], told[1], expected)]
+        types = "float64" if double else f"in {course.own_types}"
+        expected = course.expected(plain, double=double, own=None if double else own)
+        found = [*_placement(types, plan, graph, told[0]), *_both(types, told[0], told[1], expected)]
         if other is not None:
             under = replace(task, plan_json=other.model_dump_json(), runs=(runs[1],))
             report_phase("verifying: resumed under another plan")
             (elsewhere,) = _run(workers, under, other.world_size)
-            name, sizes = f"float64, resumed under {_placed(other)}", course.sizes_under(other)
-            again = plain if sizes == course.sizes else course.plain(double=True, later=sizes)
-            expected = course.expected(again, double=True)
+            name, sizes = f"{types}, resumed under {_placed(other)}", course.sizes_under(other)
+            if sizes != course.sizes:
+                again = course.plain(double=double, later=sizes)
+                rounded = None if double else course.plain(double=False, later=sizes, rounded=True)
+                expected = course.expected(again, double=double, own=rounded)
             found += compare_run(name, elsewhere, expected, first=SAVED + 1, loaded=SAVED)
-        if own is not None:
+        if double and own is not None:
             expected = course.expected(plain, double=False, own=own)
             found += _both(f"in {course.own_types}", told[2], told[3], expected)
-    found, rounding = course.without_rounding(found, plain)
-    notes += rounding
+    if double:
+        found, rounding = course.without_rounding(found, plain)
+        notes += rounding
     drawing = random_ops(without_dropout(graph)[0])
     comparable = _comparable(found) if drawing else None
     if comparable is not None:
@@ -191,6 +209,8 @@ def verify_training(
     )
 
 
+_Tried: TypeAlias = tuple[Course, list[PlainStep], list[PlainStep] | None]
+"""A course, the plain loop over it, and another whose rounding says what is allowed."""
 OF_DRAWS = frozenset(
     {"loss", "gradient norm", "gradient", "parameter", "parameter as read", "buffer", "optimizer state"}
 )
@@ -221,7 +241,9 @@ def _both(
     yield from compare_run(f"{name}, resumed", resumed, expected, first=SAVED + 1, loaded=SAVED, marks=marks)
 
 
-def _placement(plan: PlanData, graph: OpGraph, ranks: Sequence[RankRun]) -> Iterator[TrainComparison]:
+def _placement(
+    run: str, plan: PlanData, graph: OpGraph, ranks: Sequence[RankRun]
+) -> Iterator[TrainComparison]:
     """Compare who trains a parameter, or a block of it, with the plan, of whose devices rank r plays the r-th."""
     code = plan_code(plan, graph)
     wanted: list[set[tuple[str, Block | None]]] = [set() for _ in ranks]
@@ -242,7 +264,7 @@ def _placement(plan: PlanData, graph: OpGraph, ranks: Sequence[RankRun]) -> Iter
         said = f"it does not train {lost[0]}, or its block of it, as the plan says" if lost else ""
         said = said or (f"it trains {strange[0]}, which the plan gives to other devices" if strange else "")
         off = float(len(lost) + len(strange))
-        yield TrainComparison("float64", 0, rank, "placement", "", off, 0.0, said)
+        yield TrainComparison(run, 0, rank, "placement", "", off, 0.0, said)
 
 
 def _run(workers: WorkerPool, task: TrainTask, world_size: int) -> list[list[RankRun]]:

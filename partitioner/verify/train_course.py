@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from cost_models.precision import Precision
 from partitioner.batches.order import BatchOrder
 from partitioner.models.workload import Workload
 from partitioner.record.data import PlanData
@@ -22,16 +21,18 @@ from partitioner.verify.plain_loop import Piece, PlainStep, PlainTypes, plain_lo
 from partitioner.verify.reference import (
     counted_means,
     double_copy,
+    own_copy,
     weights_by_definition,
     why_in_pieces,
     written_once,
 )
+from partitioner.verify.rounding import RoundedOnceMore, own_types, spacing
 from partitioner.verify.train_compare import Expected
 from partitioner.verify.train_hooks import with_hooks_of
 from partitioner.verify.train_report import TrainComparison
 from partitioner.verify.train_setup import SampleSet, annealing, sample_digests, two_groups
 from passes.evaluate.dropout import DropoutOff
-from passes.evaluate.float64 import Float64, float64_by_default
+from passes.evaluate.float64 import code_in_float64
 from passes.graph.graph import OpGraph
 from passes.graph.token_counts import user_leaves
 from passes.trace.batch import flatten_batch, forward_arguments, forward_names
@@ -87,20 +88,7 @@ class Course:
     @property
     def own_types(self) -> str:
         """The plan's own types in words."""
-        if self.plan.precision != Precision():
-            return str(self.plan.precision)
-        return ", ".join(
-            sorted({str(s.dtype).removeprefix("torch.") for s in self.graph.parameters.values()})
-        )
-
-    @property
-    def spacing(self) -> float:
-        """The spacing at 1 of the widest-spaced type that the plan computes in."""
-        types = [self.graph.types_of(name, self.plan.precision).leaf for name in self.graph.parameters]
-        types += [
-            node.meta["val"].dtype for node in self.graph.ops if isinstance(node.meta.get("val"), Tensor)
-        ]
-        return max(torch.finfo(d).eps for d in types if d.is_floating_point or d.is_complex)
+        return own_types(self.graph, self.plan.precision)
 
     def sizes_under(self, other: PlanData) -> tuple[int, ...]:
         """Return the micro-batches of the same batches under ``other``."""
@@ -119,15 +107,24 @@ class Course:
         digests = [
             sample_digests(self._leaves(indices, double), self.samples.batch_dims) for indices in self.order()
         ]
-        return Expected(plain, digests, LEARNING_RATE, own, self.spacing, self.graph.views)
+        return Expected(
+            plain, digests, LEARNING_RATE, own, spacing(self.graph, self.plan.precision), self.graph.views
+        )
 
-    def plain(self, *, double: bool, later: tuple[int, ...] = (), turned: bool = False) -> list[PlainStep]:
-        """Run the plain loop. ``later``: micro-batches of resumed steps, if others; ``turned``: each in reverse order."""
-        workload = double_copy(self.workload) if double else self._in_own_types()
+    def plain(
+        self, *, double: bool, later: tuple[int, ...] = (), turned: bool = False, rounded: bool = False
+    ) -> list[PlainStep]:
+        """Run the plain loop. ``later``: micro-batches of resumed steps, if others; ``turned``: each in reverse order.
+
+        ``rounded``: every op's results are rounded once more.
+        """
+        workload = (double_copy if double else own_copy)(self.workload)
         if self.hooks:
             with_hooks_of(self.workload.model, workload.model)
         steps = [
-            self._pieces(workload, indices, later if later and number > SAVED else self.sizes, double, turned)
+            self._pieces(
+                workload, indices, later if later and number > SAVED else self.sizes, double, turned, rounded
+            )
             for number, indices in enumerate(self.order(), 1)
         ]
         precision = self.plan.precision
@@ -180,12 +177,14 @@ class Course:
         given = flatten_batch(self.workload.example_inputs, forward_names(self.workload.model))
         return {name: leaf.to(given[name].dtype) for name, leaf in leaves.items()}
 
-    def _in_own_types(self) -> Workload:
-        copied = self.workload.copied()
-        return replace(copied, model=copied.model.cpu())
-
     def _pieces(
-        self, workload: Workload, indices: Sequence[int], sizes: tuple[int, ...], double: bool, turned: bool
+        self,
+        workload: Workload,
+        indices: Sequence[int],
+        sizes: tuple[int, ...],
+        double: bool,
+        turned: bool,
+        rounded: bool,
     ) -> list[Piece]:
         """Return one step's batch: whole, or in micro-batches where these are not what the whole batch is."""
         graph, model, dims = self.graph, workload.model, self.samples.batch_dims
@@ -204,7 +203,7 @@ class Course:
                 dim = dims.get(name)
                 own = leaf if dim is None else leaf.narrow(dim, start, size)
                 leaves[name] = (own.flip(dim) if turned and dim is not None else own).clone()
-            within = partial(_world, graph.constants if double else None, counted, number)
+            within = partial(_world, graph if double else None, counted, number, rounded)
             pieces.append(Piece(rebuilt(workload.example_inputs, leaves, model), weight, within))
             start += size
         return pieces
@@ -217,17 +216,18 @@ def _without_gradient(step: PlainStep) -> set[str]:
 
 
 @contextmanager
-def _world(constants: Mapping[str, Tensor] | None, counted: Any, number: int) -> Iterator[None]:
+def _world(graph: OpGraph | None, counted: Any, number: int, rounded: bool) -> Iterator[None]:
     """Run without dropout, and with the whole batch's counts for micro-batch ``number``.
 
-    ``constants``: those of the graph, where code runs in float64; None for the model's own types.
+    ``graph``: what code in float64 is compared with; None for the model's own types.
     """
     with ExitStack() as stack:
         stack.enter_context(DropoutOff())
         stack.enter_context(flex_with_backward())
-        if constants is not None:
-            stack.enter_context(Float64(constants))
-            stack.enter_context(float64_by_default())
+        if graph is not None:
+            stack.enter_context(code_in_float64(graph))
+        if rounded:
+            stack.enter_context(RoundedOnceMore(number))
         if counted is not None:
             counted.start(number)
             stack.enter_context(counted)

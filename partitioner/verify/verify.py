@@ -3,6 +3,9 @@
     plan ─► the same programs ─► Gloo workers on this machine, float64 ─┐
     model ─► eager (``partitioner.verify.reference``) ──────────────────┴─► loss, gradients, buffers, parameters
 
+Where the model is another one in float64 (its code refuses that type, or asks for types and takes another way), both sides
+compute in its own types, and what rounding may do there is measured (``partitioner.verify.rounding``).
+
 The reference is the user's own module, not our graph. Dropout is switched off on both sides; other random draws of the plan
 are those of the model (``partitioner.verify.draws``), and what ranks draw by themselves is compared among them
 (``partitioner.verify.own_draws``). Tolerances: ``partitioner.verify.compare``.
@@ -10,35 +13,40 @@ are those of the model (``partitioner.verify.draws``), and what ranks draw by th
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
-from cost_models.errors import UsageError, VerificationError
+from cost_models.errors import UsageError
 from cost_models.precision import Precision
-from cost_models.shown import ShownInNotebooks
 from cost_models.units import counted
 from partitioner.models.as_graph import ModelOrTrace, as_graph
 from partitioner.models.workload import Workload, workload_of
 from partitioner.record.data import PlanData
 from partitioner.record.rebuild import plan_code, plan_programs, plan_segments, ranks_in_order
-from partitioner.report.text import hanging
-from partitioner.verify.compare import Comparison, StepResult, in_reverse, rounding_only
+from partitioner.verify.compare import (
+    Comparison,
+    StepResult,
+    in_reverse,
+    rounding_only,
+)
 from partitioner.verify.draws import RecordedDraws, cuts_of, unmatched, with_replayed
-from partitioner.verify.first_difference import first_difference
+from partitioner.verify.first_difference import TRACE_ALONE, first_difference
 from partitioner.verify.grow_batch import grow_batch, ignore_unevenly
 from partitioner.verify.notes import notes_on
 from partitioner.verify.own_draws import DRAWN, WRONGLY_DRAWN, compare_draws, own_draws, with_own_draws
 from partitioner.verify.rank import VerificationTask, run_rank_with_notes
 from partitioner.verify.ranks import compare_ranks, put_together, with_views
-from partitioner.verify.reference import double_copy, reference_step, why_in_pieces
-from partitioner.verify.samples import NoNumberError, on_samples
+from partitioner.verify.reference import double_copy, own_copy, reference_step, why_in_pieces
+from partitioner.verify.report import VerifyReport
+from partitioner.verify.rounding import DRAWS, allowed_by_rounding, own_types, spacing
+from partitioner.verify.samples import FailsInFloat64Error, on_samples, refuse_no_numbers
 from passes.evaluate.dropout import random_ops, without_dropout
 from passes.evaluate.float64 import in_float64
 from passes.graph.graph import OpGraph
@@ -53,71 +61,6 @@ from runtime.ranks.alone import alone
 from runtime.ranks.launch import WorkerPool
 
 LEARNING_RATE = 1e-3
-_PLURAL = {
-    **{"loss": "losses", "gradient": "gradients", "parameter": "parameters", "buffer": "buffers"},
-    DRAWN: f"sets of {DRAWN}",
-}
-
-
-@dataclass(frozen=True)
-class VerifyReport(ShownInNotebooks):
-    """The report of a verification: what was compared, and the worst of it. ``str()`` is what the command prints."""
-
-    model: str
-    stages: int
-    schedule: str
-    microbatches: int
-    samples: int
-    compared: Mapping[str, int]
-    differences: tuple[Comparison, ...]
-    worst: Comparison | None
-    seconds: float
-    notes: tuple[str, ...]
-    first_difference: str | None = None
-    mesh: tuple[int, ...] = ()
-    """The mesh of the stage that is all of the plan; () for a plan of several stages, or on one device."""
-
-    @property
-    def passed(self) -> bool:
-        return not self.differences
-
-    @property
-    def _placed(self) -> str:
-        if self.mesh:
-            return f"mesh {'×'.join(map(str, self.mesh))}"
-        return f"{counted(self.stages, 'stage')}, {self.schedule}"
-
-    def __str__(self) -> str:
-        return hanging("\n".join(self._lines()))
-
-    def _lines(self) -> list[str]:
-        counts = ", ".join(f"{n} {kind if n == 1 else _PLURAL[kind]}" for kind, n in self.compared.items())
-        lines = [
-            f"{'verified' if self.passed else 'DIFFERS'}: {self.model}, {self._placed}, "
-            f"{counted(self.microbatches, 'micro-batch')}, {counted(self.samples, 'sample')}, in float64: "
-            f"{counts} compared ({self.seconds:.1f} s)"
-        ]
-        if self.worst is not None:
-            lines.append(
-                f"  largest error: {self.worst.kind} {self.worst.name}, {self.worst.error:.2e} "
-                f"of {self.worst.allowed:.2e} allowed"
-            )
-        lines += [
-            f"  differs: {d.kind} {d.name}: {d.error:.3e}, allowed {d.allowed:.3e}"
-            for d in self.differences[:10]
-        ]
-        if self.first_difference:
-            lines.append(f"  first op that differs: {self.first_difference}")
-        return [*lines, *(f"  note: {note}" for note in self.notes)]
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the report as plain JSON data."""
-        return {"passed": self.passed, **asdict(self)}
-
-    def raise_if_different(self) -> None:
-        """Raise VerificationError unless everything agreed."""
-        if not self.passed:
-            raise VerificationError("the partitioned model computes something else", because=self._lines())
 
 
 @alone(threads=True)
@@ -133,13 +76,12 @@ def verify_plan(
     graph: OpGraph | None = None,
     timeout_seconds: float = 120.0,
 ) -> VerifyReport:
-    """Run ``plan`` on local Gloo processes in float64 and compare it with ``model``.
+    """Run ``plan`` on local Gloo processes in float64, or in the model's own types, and compare it with ``model``.
 
     ``model``: a module with real weights, or a Workload. ``batch_dims``, ``dynamic_dims``: those that :func:`partition`
     was given. ``pool``: workers to use instead of starting new ones. ``graph``: the model's training trace, to trace once
     for several plans.
     """
-    started = time.monotonic()
     workload = workload_to_verify(model, example_inputs, loss_fn)
     refuse_without_weights(workload.model)
     if graph is None:
@@ -152,35 +94,69 @@ def verify_plan(
             opaque=plan.opaque,
             name=plan.model.name,
         )
-    traced, (graph, dropped) = graph, without_dropout(in_float64(graph))
-    code = plan_code(plan, traced, ranks_in_order(plan), run=graph)
-    reference = double_copy(workload)
-    notes = _notes(plan, graph, dropped)
+    verified = partial(_verified, plan, workload, graph, pool, timeout_seconds)
+    try:
+        report = verified()
+    except FailsInFloat64Error as error:
+        if plan.precision != Precision():
+            raise
+        return verified(f"in float64 it fails, {error.reason}")
+    own = spacing(graph, plan.precision)
+    if not (report.first_difference or "").startswith(TRACE_ALONE) or own > torch.finfo(torch.float32).eps:
+        return report  # 16 bits would hide a percent
+    said = (report.first_difference or "").removeprefix(TRACE_ALONE)
+    again = verified(f"in float64 it computes something else than its graph {said}")
+    if again.passed:
+        return again
+    worst = again.differences[0]
+    too = f"in {again.types} it differs too: {worst.kind} {worst.name}, {worst.error:.3e}, allowed {worst.allowed:.3e}"
+    return replace(report, notes=(*report.notes, too))
 
-    def step(batch: Any, sizes: tuple[int, ...], recorded: RecordedDraws | None = None) -> StepResult:
+
+def _verified(
+    plan: PlanData,
+    workload: Workload,
+    traced: OpGraph,
+    pool: WorkerPool | None,
+    timeout_seconds: float,
+    why_own_types: str = "",
+) -> VerifyReport:
+    """Verify in float64; in the model's own types where ``why_own_types`` says why."""
+    started = time.monotonic()
+    double, generator = not why_own_types, torch.get_rng_state()
+    plain, dropped = without_dropout(traced)
+    graph = in_float64(plain) if double else plain
+    code = plan_code(plan, traced, ranks_in_order(plan), run=graph)
+    reference = double_copy(workload) if double else own_copy(workload)
+    notes = _notes(plan, graph, dropped, double=double)
+
+    def step(
+        batch: Any,
+        sizes: tuple[int, ...],
+        recorded: RecordedDraws | None = None,
+        *,
+        rounded: int | None = None,
+    ) -> StepResult:
         leaves = flatten_batch(batch, forward_names(reference.model))
+        torch.set_rng_state(generator)  # the same draws in every step
         return reference_step(
-            reference, batch, leaves, graph, sizes, plan.optimizer_memory, LEARNING_RATE, recorded
-        )
+            reference, batch, leaves, plain, sizes, plan.optimizer_memory, LEARNING_RATE, recorded,
+            double=double, rounded=rounded,
+        )  # fmt: skip
 
     def tried(sizes: tuple[int, ...]) -> tuple[tuple[int, ...], Any, Draws, StepResult]:
         batch = grow_batch(reference.example_inputs, graph.batch.batch_dims, reference.model, sum(sizes))
         batch, recorded = ignore_unevenly(batch, reference.model, graph), RecordedDraws(graph)
         result = step(batch, sizes, recorded)
-        if result.loss is not None and not math.isfinite(result.loss):
-            raise NoNumberError(f"its loss is {result.loss}")
-        if strange := [
-            name for name, g in result.gradients.items() if not bool(g.to_dense().isfinite().all())
-        ]:
-            raise NoNumberError(f"the gradient of {strange[0]} holds NaN or infinity")
+        refuse_no_numbers(result)
         return sizes, batch, recorded.draws, result
 
     report_phase("verifying: the step of the whole model")
-    (sizes, batch, draws, expected), kept = on_samples(plan, workload, graph, code.multiple, tried)
+    (sizes, batch, draws, expected), kept = on_samples(plan, workload, plain, code.multiple, tried)
     notes += kept
     leaves = flatten_batch(batch, forward_names(reference.model))
     state = model_state(reference.model, graph)
-    task = _task(plan, graph, code, sizes, leaves, state, timeout_seconds)
+    task = replace(_task(plan, graph, code, sizes, leaves, state, timeout_seconds), double=double)
     drawing = frozenset(random_ops(traced))
     own = [draw for part in task.codes.values() for draw in own_draws(part, drawing)]
     codes = {index: with_replayed(part, draws, cuts_of(plan)) for index, part in task.codes.items()}
@@ -193,17 +169,22 @@ def verify_plan(
         told = run(run_rank_with_notes, replace(task, codes=drawn))
         results = with_views(put_together([result for result, _ in told], task), graph.views)
         report_phase("verifying: comparing every number")
-        found = compare_ranks(expected, results, state, LEARNING_RATE)
-        found, rounding = _without_rounding(
-            found,
-            expected,
-            lambda: step(in_reverse(batch, leaves, graph, sizes, reference.model)[0], sizes),
-        )
-        notes += rounding
+        if double:
+            found = compare_ranks(expected, results, state, LEARNING_RATE)
+            found, rounding = _without_rounding(
+                found,
+                expected,
+                lambda: step(in_reverse(batch, leaves, graph, sizes, reference.model)[0], sizes),
+            )
+            notes += rounding
+        else:
+            found = compare_ranks(expected, results, state, LEARNING_RATE, spacing(traced, plan.precision))
+            rounded = [step(batch, sizes, rounded=seed) for seed in range(DRAWS)]
+            found = allowed_by_rounding(found, expected, rounded, LEARNING_RATE)
         found += compare_draws(own, [notes for _, notes in told])
         differences = tuple(sorted((c for c in found if not c.agrees), key=lambda c: -c.severity))
         first = WRONGLY_DRAWN.format(differences[0].name) if differences else None
-        if any(c.kind != DRAWN for c in differences):
+        if double and any(c.kind != DRAWN for c in differences):
             report_phase("verifying: the first op that differs")
             first = first_difference(plan, graph, code.graph, task, expected, run)
     kinds = [c.kind for c in found]
@@ -219,6 +200,8 @@ def verify_plan(
         seconds=time.monotonic() - started,
         notes=tuple(notes),
         first_difference=first,
+        types="float64" if double else own_types(traced, plan.precision),
+        why_own_types=why_own_types,
         mesh=_mesh_of_all(plan),
     )
 
@@ -258,9 +241,9 @@ def _mesh_of_all(plan: PlanData) -> tuple[int, ...]:
     return shapes[0] if len(shapes) == 1 else ()
 
 
-def _notes(plan: PlanData, graph: OpGraph, dropped: int) -> list[str]:
+def _notes(plan: PlanData, graph: OpGraph, dropped: int, *, double: bool) -> list[str]:
     """Note what is compared otherwise than it will be trained. ``dropped``: ops whose dropout was switched off."""
-    notes = list(notes_on(plan, graph, dropped))
+    notes = list(notes_on(plan, graph, dropped, double=double))
     if plan.precision != Precision():
         notes.append(f"verified in float64 throughout; the plan trains with {plan.precision}")
     if any(note.startswith(HOOKS_RUN) for note in notes):

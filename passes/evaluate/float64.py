@@ -7,16 +7,18 @@ by float64, so no cast rounds, and the graph keeps the very ops that were planne
     a number made a tensor in forward             as it was rounded in the graph, which keeps the tensor
     a tensor of a closure or global, narrower     its values, wide
     a grouped matrix product                      a product per group: torch's kernels know no float64
+    torch.finfo(x.dtype) in forward               that of the model's type, whose numbers the graph keeps
 """
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor, fx, nn
@@ -64,7 +66,7 @@ def in_float64(graph: OpGraph) -> OpGraph:
     for node in module.graph.nodes:
         node.meta = {**node.meta, "val": _wide_value(node.meta.get("val"))}
         if isinstance(node.target, Opaque):
-            node.target = _wide_part(node.target, graph.constants)
+            node.target = _wide_part(node.target, graph)
     _widen_arguments(module)
     leaves = {n: replace(spec, dtype=widened(spec.dtype)) for n, spec in graph.batch.leaves.items()}
     return replace(
@@ -95,14 +97,15 @@ def _wide_counts(counts: TokenCounts) -> TokenCounts:
     return replace(counts, module=module, constants=constants, _on_device={})
 
 
-def _wide_part(opaque: Opaque, constants: Mapping[str, Tensor]) -> Opaque:
+def _wide_part(opaque: Opaque, graph: OpGraph) -> Opaque:
     """Let the user's own code compute in float64, as the eager reference does."""
     target = opaque.code.target
     if isinstance(target, nn.Module):
         target = widen_module(copy.deepcopy(target))
     results = tuple(replace(result, dtype=widened(result.dtype)) for result in opaque.results)
     wide = replace(opaque, code=replace(opaque.code, target=target), results=results)
-    return wide.within(float64_by_default, "wide").within(partial(Float64, constants), "float64")
+    as_wide = partial(Float64, graph.constants, own_type(graph))
+    return wide.within(float64_by_default, "wide").within(as_wide, "float64")
 
 
 def _wide_value(value: Any) -> Any:
@@ -111,19 +114,49 @@ def _wide_value(value: Any) -> Any:
     return wide(value) if isinstance(value, Tensor) else value
 
 
+@contextmanager
+def code_in_float64(graph: OpGraph) -> Iterator[None]:
+    """Let eager code compute what ``graph``, in the model's own types, computes in float64."""
+    with Float64(graph.constants, own_type(graph)), float64_by_default():
+        yield
+
+
+def own_type(graph: OpGraph) -> torch.dtype | None:
+    """Return the one floating type of what ``graph`` is given; None if there are several."""
+    state = (*graph.parameters.values(), *graph.buffers.values())
+    given = (*(spec.dtype for spec in state), *(leaf.dtype for leaf in graph.batch.leaves.values()))
+    types = {dtype for dtype in given if dtype.is_floating_point}
+    return types.pop() if len(types) == 1 else None
+
+
 class Float64(TorchFunctionMode):
     """Within it, eager code computes in float64, whatever narrower type it asks for or has a tensor of.
 
-    ``constants``: those of the graph that the code is compared with.
+    ``constants``: those of the graph that the code is compared with. ``narrow``: the type whose limits code is told when it
+    asks for those of float64, where that is known.
     """
 
     _CASTS = frozenset({Tensor.float, Tensor.half, Tensor.bfloat16})
     _MAKERS = frozenset({torch.tensor, torch.as_tensor, torch.asarray, Tensor.new_tensor})
     """The functions whose result a graph keeps as a constant."""
 
-    def __init__(self, constants: Mapping[str, Tensor] | None = None) -> None:
+    def __init__(
+        self, constants: Mapping[str, Tensor] | None = None, narrow: torch.dtype | None = None
+    ) -> None:
         super().__init__()
         self._constants = tuple(map(wide, (constants or {}).values()))
+        self._narrow, self._limits = narrow, ExitStack()
+
+    def __enter__(self) -> Float64:
+        if self._narrow is not None:
+            told = partial(_limits, torch.finfo, self._narrow)
+            self._limits.enter_context(mock.patch.object(torch, "finfo", told))
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
+        self._limits.close()
 
     def __torch_function__(
         self,
@@ -148,6 +181,12 @@ class Float64(TorchFunctionMode):
                     if own == made.dtype and torch.equal(made.detach().to(narrow).to(own), constant):
                         return constant.to(made.device, copy=True).requires_grad_(made.requires_grad)
         return made
+
+
+def _limits(finfo: Any, narrow: torch.dtype, dtype: torch.dtype | None = None) -> Any:
+    """Return the limits of ``dtype``, those of ``narrow`` for float64."""
+    asked = torch.get_default_dtype() if dtype is None else dtype
+    return finfo(narrow if asked == torch.float64 else asked)
 
 
 def _changes_tensors(func: Callable[..., Any], kwargs: Mapping[str, Any] | None) -> bool:

@@ -22,7 +22,7 @@ import torch
 from cost_models.errors import ModelError
 from cost_models.units import listed
 from passes.evaluate.dropout import random_ops, without_dropout
-from passes.evaluate.float64 import Float64, float64_by_default, in_float64, wide
+from passes.evaluate.float64 import code_in_float64, in_float64, wide
 from passes.fidelity.agree import close, tolerance
 from passes.fidelity.steps import Subject, eager_step, graph_step
 from passes.graph.graph import OpGraph
@@ -115,7 +115,7 @@ def _loss(graph: OpGraph, subject: Subject, sizes: Sequence[int]) -> torch.Tenso
     """Add up the losses of parts as a plan does, in float64."""
     leaves = {name: wide(leaf) for name, leaf in step_batch(graph, subject.leaves, sizes).items()}
     total, start = torch.zeros((), dtype=torch.float64), 0
-    with Float64(graph.constants), float64_by_default():
+    with code_in_float64(graph):
         for size, weight in zip(sizes, loss_weights(graph.loss_reduction, sizes), strict=True):
             own = {
                 name: leaf

@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Iterator
 from dataclasses import replace
 
-from passes.evaluate.float64 import Float64, float64_by_default, wide, widen_module
+from passes.evaluate.float64 import code_in_float64, wide, widen_module
 from passes.fidelity.steps import Subject
 from passes.graph.graph import OpGraph
 from passes.trace.batch import flatten_batch, forward_names, map_tensors
@@ -27,5 +27,5 @@ def widened_to_float64(graph: OpGraph, subject: Subject) -> Iterator[tuple[Subje
         widen_module(subject.model)
         batch = map_tensors(subject.batch, lambda _, leaf: wide(leaf))
         widened = replace(subject, batch=batch, leaves=flatten_batch(batch, forward_names(subject.model)))
-        with Float64(graph.constants), float64_by_default(), unchanged(roots(widened)) as state:
+        with code_in_float64(graph), unchanged(roots(widened)) as state:
             yield widened, state

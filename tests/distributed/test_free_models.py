@@ -23,7 +23,7 @@ from partitioner import Plan, partition
 from partitioner.models.as_graph import as_graph
 from partitioner.models.workload import Workload
 from partitioner.record.rebuild import plan_code
-from partitioner.verify.verify import double_copy
+from partitioner.verify.reference import double_copy
 from passes.evaluate.float64 import float64_by_default
 from passes.graph.graph import OpGraph
 from runtime.program.program import Forward

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -12,7 +13,9 @@ from torch.nn import functional as F
 from cost_models.cluster import ClusterSpec
 from partitioner import Workload, partition
 from partitioner.models.as_graph import as_graph
+from runtime.execute.execute import Executor
 from runtime.ranks.launch import WorkerPool
+from tests.distributed.planted import plant
 
 
 class Packed(nn.Parameter):
@@ -161,3 +164,59 @@ def test_buffers_that_are_views_of_parameters_follow_them(options: dict[str, Any
     report = plan.verify(workload, train=True, pool=pool)
     report.raise_if_different()
     assert report.compared["buffer"] > 0
+
+
+class Float32Only(nn.Module):
+    """Code that another type is another model for: it is refused, or takes another way."""
+
+    def __init__(self, refused: bool) -> None:
+        super().__init__()
+        self.refused = refused
+        self.first, self.last = nn.Linear(8, 16), nn.Linear(16, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.dtype != torch.float32 and self.refused:
+            raise TypeError("float32 wanted")
+        h = self.first(x) * x.element_size()
+        y: Tensor = self.last(torch.tanh(h))
+        return y.square().mean()
+
+
+@pytest.mark.parametrize("train", [False, True])
+def test_what_float64_refuses_is_verified_in_its_own_type(train: bool, pool: WorkerPool) -> None:
+    torch.manual_seed(0)
+    workload = Workload(Float32Only(refused=True), {"x": torch.randn(8, 8)})
+    plan = partition(workload, ClusterSpec.local(2), batch_size=8, microbatches=2, min_stages=2)
+    report = plan.verify(workload, train=train, pool=pool)
+    report.raise_if_different()
+    assert report.worst is not None
+    assert report.worst.allowed < 1e-4
+    assert "float32 wanted" in str(report)
+    assert ("in float32" in str(report).splitlines()[0]) != train
+
+
+def slightly_more() -> Any:
+    """Losses that weigh more by what 32 bits just hold."""
+    step = Executor.train_step
+
+    def train_step(self: Executor, *args: Any, weights: tuple[float, ...], **options: Any) -> Any:
+        return step(self, *args, weights=tuple(weight * (1 + 1e-5) for weight in weights), **options)
+
+    return mock.patch.object(Executor, "train_step", train_step)
+
+
+def test_another_way_in_float64_is_verified_in_its_own_type(mended: WorkerPool) -> None:
+    """There, too, a wrong rank is seen, though its error is no more than single numbers hold."""
+    torch.manual_seed(0)
+    workload = Workload(Float32Only(refused=False), {"x": torch.randn(8, 8)})
+    graph = as_graph(workload)
+    options: dict[str, Any] = {"batch_size": 8, "microbatches": 2, "min_stages": 2}
+    plan = partition(graph, ClusterSpec.local(2), **options)
+    report = plan.verify(workload, graph=graph, pool=mended)
+    report.raise_if_different()
+    assert report.types == "float32"
+    assert report.why_own_types.startswith("in float64 it computes something else than its graph (gradient")
+    mended.run(plant, slightly_more)
+    wrong = plan.verify(workload, graph=graph, pool=mended)
+    assert not wrong.passed
+    assert "in float32 it differs too: loss" in str(wrong).replace("\n    ", " ")

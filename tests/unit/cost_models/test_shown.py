@@ -13,7 +13,7 @@ from cost_models.errors import InternalError, UsageError
 from cost_models.shown import as_html, printable
 from partitioner.explain.explanation import Explanation
 from partitioner.report.intervals import step_text
-from partitioner.verify.verify import VerifyReport
+from partitioner.verify.report import VerifyReport
 from tests.support.made_plans import made_plan
 
 HOSTILE = "<script>alert('1')</script>\x1b[31m & \"quoted\" \u202e"

@@ -23,7 +23,7 @@ from partitioner.pictures.dot import to_dot
 from partitioner.pictures.drawing import Drawing
 from partitioner.pictures.graph_svg import to_svg
 from partitioner.pictures.plan_drawing import plan_drawing, stage_drawing
-from partitioner.verify.verify import VerifyReport
+from partitioner.verify.report import VerifyReport
 from tests.support.real_plans import GRAPH_PLANS, PLANS, stored, stored_graph
 
 pytestmark = pytest.mark.usefixtures("fixed_spreads")

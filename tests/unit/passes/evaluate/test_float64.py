@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from partitioner.models.workload import Workload
 from passes.evaluate.copied_module import copied_module
-from passes.evaluate.float64 import Float64, float64_by_default, in_float64, wide, widen_module
+from passes.evaluate.float64 import Float64, code_in_float64, in_float64, wide, widen_module
 from passes.fidelity.agree import difference
 from passes.fidelity.steps import Subject, eager_step, graph_step
 from passes.graph.verify import verify_graph
@@ -71,8 +71,25 @@ CASES: dict[str, Callable[[], Workload]] = {
     "numbers made tensors": lambda: workload(Scaled(), weighted),
     "numbers made tensors, of 16 bits": lambda: workload(Scaled().bfloat16(), squared),
     "a loss function that is a module": lambda: workload(Scaled(), Criterion()),
+    "limits of its type": lambda: workload(Limited(), squared),
+    "limits of its type, of 16 bits": lambda: workload(Limited().bfloat16(), squared),
     "grouped products": lambda: workload(Experts(), weighted),
 }
+
+
+class Limited(nn.Module):
+    """A norm that adds the least spacing of its type, and a mask of its lowest number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.layer(x)
+        limits = torch.finfo(h.dtype)
+        h = 1e-3 * h
+        h = h * torch.rsqrt(h.square().mean(-1, keepdim=True) + limits.eps)
+        return (h > 0).to(h.dtype) * limits.min * 1e-38 + h
 
 
 def squared(output: Tensor, batch: Any) -> Tensor:
@@ -93,7 +110,7 @@ def test_eager_code_and_its_graph_agree_to_rounding_of_float64(case: str) -> Non
     verify_graph(double, after="float64")
     batch = {name: wide(leaf) for name, leaf in given.example_inputs.items()}
     subject = Subject(widen_module(copied_module(given.model)), batch, batch, given.loss_fn)
-    with Float64(double.constants), float64_by_default():
+    with code_in_float64(graph):
         expected = eager_step(subject)
         found = graph_step(double, subject, wide)
     assert expected.loss.dtype == torch.float64
