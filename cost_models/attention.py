@@ -38,6 +38,12 @@ class AttentionCall:
     dropout: float = 0.0
     causal: bool = False
     """True if each query sees the keys up to its own place alone: fused kernels leave out what lies behind."""
+    visible: float | None = None
+    """The share of blocks that a mask of flex_attention does not hide; None for attention by any other name."""
+    changes_scores: bool = False
+    """True for flex_attention whose scores a function changes: without a kernel it is products."""
+    listed_bytes: int = 0
+    """Bytes of the lists of blocks that flex_attention's kernel is given copies of, and keeps."""
 
     @property
     def rows(self) -> int:
@@ -77,6 +83,7 @@ BACKENDS: Mapping[str, AttentionBackend] = MappingProxyType(
             AttentionBackend("flash", "cuda", scalar_bytes=(16, 8), head_alignment=8, allows_mask=False),
             AttentionBackend("efficient", "cuda", row_padding=32, scalar_bytes=(8, 8), mask_alignment=8),
             AttentionBackend("cudnn", "cuda", scalar_bytes=(8, 8)),
+            AttentionBackend("flex", "cuda", allows_dropout=False),
         )
     }
 )
@@ -84,13 +91,16 @@ BACKENDS: Mapping[str, AttentionBackend] = MappingProxyType(
 
 MAX_FLASH_HEAD_DIM = 256
 HALF_TYPES = (torch.float16, torch.bfloat16)
+MIN_FLEX_HEAD_DIM = 16
+"""Narrower heads have no kernel (``torch/_inductor/kernel/flex/flex_attention.py``)."""
 
 
 def choose_backend(call: AttentionCall, device_kind: str, requested: str | None = None) -> str:
     """Choose the backend that runs ``call`` on a device of this kind: the requested one if it can, else the usual one.
 
     The choice follows ``torch.nn.functional.scaled_dot_product_attention``: on CUDA flash, then efficient, then math
-    (cudnn only when asked for); on CPU its flash, then math.
+    (cudnn only when asked for); on CPU its flash, then math. Of flex_attention: torch's kernel where it has one ("flex"),
+    else what its dense form is made of.
     """
     if requested is not None and requested not in BACKENDS:
         raise UsageError(
@@ -98,14 +108,26 @@ def choose_backend(call: AttentionCall, device_kind: str, requested: str | None 
             because=["there is no table of what it saves"],
             suggestions=[f"choose one of: {', '.join(BACKENDS)}"],
         )
+    if call.visible is not None:
+        if fits_flex(device_kind, call.dtype, call.query[-1], call.value[-1]):
+            return "flex"
+        requested = "math" if call.changes_scores else None
     order = ("flash", "efficient") if device_kind == "cuda" else ("cpu-flash",)
     candidates = (requested, *order) if requested is not None else order
     return next((name for name in candidates if name == "math" or supports(name, call)), "math")
 
 
+def fits_flex(device_kind: str, dtype: torch.dtype, head_dim: int, value_dim: int) -> bool:
+    """Tell whether torch has a kernel of flex_attention with a backward for this."""
+    wide_enough = min(head_dim, value_dim) >= MIN_FLEX_HEAD_DIM
+    return device_kind == "cuda" and dtype in (*HALF_TYPES, torch.float32) and wide_enough
+
+
 def supports(name: str, call: AttentionCall) -> bool:
     """Tell whether the backend accepts the call."""
     backend = BACKENDS[name]
+    if name == "flex":
+        return call.visible is not None
     if name == "math":
         return True
     if call.mask is not None and (
@@ -138,6 +160,8 @@ def saved_tensors(name: str, call: AttentionCall) -> tuple[Saved | int, ...]:
     rows = -(-call.query[-2] // backend.row_padding) * backend.row_padding
     kept.append(math.prod(call.query[:-2]) * rows * call.logsumexp_itemsize)
     kept.extend(backend.scalar_bytes)
+    if name == "flex":
+        return (*kept, *([call.listed_bytes] if call.listed_bytes else []))
     if call.mask is not None:
         copied = call.mask_dtype == torch.bool or call.mask[-1] % backend.mask_alignment
         copy_bytes = math.prod(_padded(call.mask, backend.mask_alignment)) * call.dtype.itemsize
@@ -160,6 +184,8 @@ def backward_peak_bytes(name: str, call: AttentionCall) -> int:
     gradients = sum(math.prod(shape) * call.dtype.itemsize for shape in (call.query, call.key, call.value))
     if BACKENDS[name].device_kind != "cuda":
         return gradients
+    if name == "flex":  # a block of queries' gradient is made whole by its own kernel
+        return gradients + 4 * call.rows
     return gradients + 4 * (math.prod(call.query) + call.rows)
 
 
@@ -179,6 +205,10 @@ def transferred_bytes(call: AttentionCall) -> tuple[int, int]:
     out = math.prod((*call.query[:-1], call.value[-1])) * call.dtype.itemsize
     statistics = call.rows * call.logsumexp_itemsize
     mask = math.prod(call.mask) * call.dtype.itemsize if call.mask is not None else 0
+    if call.visible is not None:
+        mask = (
+            3 * call.listed_bytes
+        )  # flex_attention has lists in its place: read, copied, and the copies read
     forward = query + key + value + mask + out + statistics
     backward = forward + out + query + key + value
     return forward, backward

@@ -44,6 +44,8 @@ logger = logging.getLogger("partitioner")
 aten = torch.ops.aten
 
 _OPAQUE = frozenset({aten.lstm.input, aten.lstm.data})
+_FLEX_LISTS = 8
+"""The lists of blocks that flex_attention copies for its kernel (``runtime.ops.flex``)."""
 
 SavedPlace: TypeAlias = Literal["operand", "output", "own"]
 
@@ -102,7 +104,8 @@ def profile(
     backend = None
     if call is not None:
         backend = choose_backend(call, device_kind, attention)
-        if backend != "math":
+        dense = call.visible is not None and backend != "flex"  # a chain of ops, attention perhaps among them
+        if backend != "math" and not dense:
             return _profile_attention(signature, call, backend)
     try:
         return _Run(signature, symbols, device_kind).profile(backend)
@@ -289,12 +292,13 @@ def _profile_attention(signature: Signature, call: AttentionCall, backend: str) 
     backward = signature.differentiated
     gradients = backward and any(operand.role != "none" for operand in signature.operands)
     shapes = call.query, call.key, call.value  # all fused backends do the same arithmetic
+    seen = 1.0 if call.visible is None else call.visible
     work = OpWork(
-        forward_flops=attention_flops(*shapes),
-        backward_input_flops=attention_backward_flops(*shapes) if gradients else 0,
+        forward_flops=round(seen * attention_flops(*shapes)),
+        backward_input_flops=round(seen * attention_backward_flops(*shapes)) if gradients else 0,
         forward_bytes=forward_bytes,
         backward_input_bytes=backward_bytes if gradients else 0,
-        forward_launches=1,
+        forward_launches=1 + (_FLEX_LISTS if call.listed_bytes else 0),
         backward_input_launches=1 if gradients else 0,
     )
     places: list[tuple[SavedPlace, int]] = []

@@ -26,6 +26,7 @@ from passes.shard.words import operands
 from passes.split.rules import CONVOLUTIONS
 from passes.split.split import Split
 from passes.split.strands import Seed, Strand, Strands
+from runtime.ops.flex import ATTENTION
 
 aten = torch.ops.aten
 
@@ -127,7 +128,7 @@ def _family(
 
 def _kind(strand: Strand, seeds: Sequence[Seed], cuts: Sequence[tuple[int, tuple[int, ...]]]) -> str:
     targets = {node.target for node in strand.ops}
-    if targets & {aten.scaled_dot_product_attention.default, aten.softmax.int, aten._softmax.default}:
+    if targets & {*ATTENTION, aten.softmax.int, aten._softmax.default}:
         return "heads"
     kinds = {seed.kind for seed in seeds} - {"neurons"}
     if kinds:
@@ -182,7 +183,7 @@ def flops(graph: OpGraph, node: fx.Node) -> float:
 def _terms(node: fx.Node, numbers: Mapping[Any, int]) -> Iterator[float]:
     """Yield how many products are summed for each output."""
     sources = [spec.concrete(numbers) for source in operands(node) for spec in tensor_specs(source)]
-    if node.target is aten.scaled_dot_product_attention.default:
+    if node.target in ATTENTION:
         yield sources[1][-2] * (1 + sources[0][-1] / sources[2][-1])
     elif node.target in (aten.linear.default, aten.mm.default, aten.bmm.default, aten.matmul.default):
         yield sources[0][-1]

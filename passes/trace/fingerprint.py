@@ -2,7 +2,7 @@
 
 It covers the operations in order with their arguments, the shapes (with canonical symbols), dtypes,
 parameter names, the contents of constants, and how micro-batches' losses are combined; not the batch size of
-the example, weights, devices, or names of nodes.
+the example, what its masks show, weights, devices, or names of nodes.
 """
 
 from __future__ import annotations
@@ -17,6 +17,9 @@ from torch import fx
 from passes.graph.graph import StateSpec
 from passes.trace.build import Converted
 from runtime.ops.opaque import Opaque
+
+_NO_RESULT = ("device", "visible")
+"""Arguments on which no number that is computed depends."""
 
 
 def fingerprint(
@@ -40,7 +43,7 @@ def fingerprint(
         target = node.target.text if isinstance(node.target, Opaque) else str(node.target)
         what = stands_for.get(node.name, target)
         arguments = [text.of(a) for a in node.args]
-        arguments += [f"{k}={text.of(v)}" for k, v in sorted(node.kwargs.items()) if k != "device"]
+        arguments += [f"{k}={text.of(v)}" for k, v in sorted(node.kwargs.items()) if k not in _NO_RESULT]
         digest.update(f"{node.op} {what}({','.join(arguments)})->{text.of(node.meta.get('val'))}\n".encode())
     for output in traced.outputs:
         digest.update(f"{output.kind}:{output.name}={position[output.node]}\n".encode())

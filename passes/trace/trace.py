@@ -34,6 +34,7 @@ from passes.trace.hook_reads import refuse_hooks_that_read_others
 from passes.trace.loss.reduction import LossReduction, checked_reduction, reduce_loss
 from passes.trace.names import frozen_modules, state_names
 from passes.trace.normal.flex import flex_as_ops
+from passes.trace.normal.flex_visible import count_visible
 from passes.trace.opaque.parts import Parts
 from passes.trace.precision import refuse_mixed_types
 from passes.trace.python_state import PythonState
@@ -145,6 +146,8 @@ def trace(
             [f"the batch has {', '.join(leaves)}"],
             ["compute the loss from the model's output"],
         )
+    held = {**dict(model.named_buffers(remove_duplicate=False)), **converted.constants}
+    notes += count_visible(converted.module.graph, converted.inputs, leaves, held)
     reduced = reduce_loss(converted, spec, loss_reduction, model_name)
     converted, spec = reduced.traced, reduced.batch
     notes += reduced.notes

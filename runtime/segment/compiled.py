@@ -22,6 +22,7 @@ import torch
 from torch import fx
 
 from cost_models.errors import UsageError
+from runtime.ops.flex import FLEX_ATTENTION
 
 CompileOptions = Mapping[str, Any]
 """Keyword arguments of ``torch.compile``."""
@@ -73,7 +74,7 @@ def compiled(module: fx.GraphModule, options: CompileOptions) -> Callable[..., A
 
 
 def _is_operation(target: Any) -> bool:
-    """Tell whether a call computes only, so that the compiler may look into it."""
-    return isinstance(target, torch._ops.OpOverload | torch._ops.HigherOrderOperator) or (
-        getattr(operator, getattr(target, "__name__", ""), None) is target
-    )
+    """Tell whether a call computes only, so that the compiler may look into it. flex_attention is compiled by itself."""
+    if isinstance(target, torch._ops.OpOverload | torch._ops.HigherOrderOperator):
+        return target is not FLEX_ATTENTION
+    return getattr(operator, getattr(target, "__name__", ""), None) is target

@@ -17,7 +17,8 @@ from torch import fx
 from torch._library.custom_ops import OPDEFS
 from torch.fx.node import map_aggregate
 
-import runtime.ops.bags  # noqa: F401 registers an op of ours that graphs hold
+import runtime.ops.bags
+import runtime.ops.flex  # noqa: F401 both register ops of ours that graphs hold
 from runtime.ops.opaque import Opaque, refuse_unportable
 
 

@@ -26,6 +26,7 @@ from passes.shard.rules.indexing import BAG_VOCABULARY, VOCABULARY
 from passes.shard.rules.losses import CLASSES
 from passes.shard.words import Choice, operands, short
 from runtime.ops.bags import EMBEDDING_BAG
+from runtime.ops.flex import ATTENTION
 
 aten = torch.ops.aten
 
@@ -113,7 +114,7 @@ _MOVES_DIMS = frozenset(
         aten.permute.default,
         aten.flatten.using_ints,
         aten.unflatten.int,
-        aten.scaled_dot_product_attention.default,
+        *ATTENTION,
     }
 )
 
@@ -140,7 +141,7 @@ def _no_rows(shapes: Shapes, inside: Collection[str] = ()) -> Iterator[tuple[str
     for node in shapes.ops:
         if not (rows := shapes.rows(node)):
             continue
-        if node.name in inside and node.target is aten.scaled_dot_product_attention.default:
+        if node.name in inside and node.target in ATTENTION:
             yield (
                 node.name,
                 AxisRule(frozenset({Shard(1)}), essential=False, otherwise=AxisRule(_NOT_SAMPLES)),

@@ -48,6 +48,7 @@ from passes.costs.seconds import OpRates, OpTable
 from passes.graph.graph import OpGraph, tensor_specs
 from passes.shard.words import Need, operands
 from runtime.ops.bags import EMBEDDING_BAG
+from runtime.ops.flex import ATTENTION
 from runtime.segment.code import Dim, TensorSpec
 
 aten = torch.ops.aten
@@ -173,8 +174,8 @@ def byte_shares(
     read, made = np.array(operand_bytes, dtype=float), np.array(output_bytes, dtype=float)
     summed = read * np.array(trained, dtype=float)
     of_sums = operand_share @ summed / max(float(summed.sum()), 1.0)
-    if target is aten.scaled_dot_product_attention.default and len(read) > 3:
-        read[3] = 0.0  # a mask is little beside the scores, which are split as queries, keys and values are
+    if target in ATTENTION:
+        read[3:] = 0.0  # a mask is little beside the scores, which are split as queries, keys and values are
     whole = max(float(read.sum() + made.sum()), 1.0)
     everything = (operand_share @ read + output_share @ made) / whole
     if target not in LOOKUPS:

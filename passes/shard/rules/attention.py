@@ -9,9 +9,10 @@ from torch import fx
 
 from passes.graph.nodes import argument, tensors_of
 from passes.graph.recomputed import draws_random_numbers
-from passes.shard.rules.notation import Rule, from_text
+from passes.shard.rules.notation import Rule, Term, from_terms, from_text
 from passes.shard.rules.pointwise import RANDOM
-from passes.shard.words import Choice
+from passes.shard.words import Choice, operands
+from runtime.ops.flex import FLEX_ATTENTION, FLEX_BLOCKS
 
 aten = torch.ops.aten
 
@@ -30,6 +31,24 @@ def _attention(node: fx.Node) -> tuple[Choice, ...]:
     return from_text(node, text, local=local)
 
 
+_BY_HEADS = ("b", "h", None, None)
+
+
+def _flex(node: fx.Node) -> tuple[Choice, ...]:
+    """Shard samples and heads of flex_attention: lists of blocks count rows and columns from 0, so these stay whole."""
+    read = [tensor.meta["val"].dim() for tensor in operands(node)]
+    terms = [Term(_BY_HEADS, linear=place == 2) for place in range(3)]
+    if argument(node, "blocks") is not None:
+        terms.append(Term(("b", "h", None)))
+    terms += [Term(_BY_HEADS[4 - rank :]) for rank in read[len(terms) :]]
+    return from_terms(node, terms, [Term(_BY_HEADS)])
+
+
+def _flex_blocks(node: fx.Node) -> tuple[Choice, ...]:
+    terms = [Term(_BY_HEADS[4 - tensor.meta["val"].dim() :]) for tensor in operands(node)]
+    return from_terms(node, terms, [Term(("b", "h", None))])
+
+
 def _recurrent(node: fx.Node) -> tuple[Choice, ...]:
     """Shard samples: they have the same weights. Dropout between layers is drawn per sample."""
     batched = "b ." if argument(node, "batch_first") else ". b"
@@ -42,5 +61,7 @@ def _recurrent(node: fx.Node) -> tuple[Choice, ...]:
 
 RULES: Mapping[object, Rule] = {
     aten.scaled_dot_product_attention.default: _attention,
+    FLEX_ATTENTION: _flex,
+    FLEX_BLOCKS: _flex_blocks,
     **dict.fromkeys((aten.lstm.input, aten.gru.input, aten.rnn_tanh.input, aten.rnn_relu.input), _recurrent),
 }

@@ -31,6 +31,7 @@ from passes.graph.nodes import argument, drop_dead_code, is_size, replaced
 from passes.shard.rules import choices
 from passes.shard.sizes import SIZE_ARGUMENTS
 from passes.shard.words import Choice, operands
+from passes.trace.normal.flex import FLEX_TRACED
 
 aten = torch.ops.aten
 
@@ -72,18 +73,29 @@ def simplify_masks(graph: fx.Graph) -> None:
     known = _Values(kinds)
     meanings: dict[fx.Node, _Meaning] = {}  # many layers read one mask, and it may be large
     changed = False
-    for node in graph.find_nodes(op="call_function", target=aten.scaled_dot_product_attention.default):
+    attentions = (
+        node
+        for target in (aten.scaled_dot_product_attention.default, FLEX_TRACED)
+        for node in graph.find_nodes(op="call_function", target=target)
+    )
+    for node in attentions:
         mask = argument(node, "attn_mask")
         if not isinstance(mask, fx.Node) or kinds[mask] not in (Kind.FIXED, Kind.ALIKE):
             continue
         if mask not in meanings:
             meanings[mask] = _meaning(known, mask)
         full = meanings[mask].full
-        if full or _is_causal(meanings[mask], node):
-            query, key, found = node.args[:3]
-            dropout = argument(node, "dropout_p")
+        if node.target is FLEX_TRACED and argument(node, "score") is not None:
+            if full:
+                node.update_arg(3, None)
+                changed = True
+        elif full or _is_causal(meanings[mask], node):
+            dropout = argument(node, "dropout_p", 0.0)
             rest = {k: v for k, v in node.kwargs.items() if k not in ("attn_mask", "dropout_p", "is_causal")}
-            node.args, node.kwargs = (query, key, found, None, dropout, not full), rest
+            if node.target is FLEX_TRACED:
+                rest = {name: argument(node, name) for name in ("scale", "enable_gqa")}
+                node.target = aten.scaled_dot_product_attention.default
+            node.args, node.kwargs = (*node.args[:3], None, dropout, not full), rest
             changed = True
     if changed:
         drop_dead_code(graph)

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 
 import torch
 
+from runtime.ops.flex import FLEX_ATTENTION, FLEX_BLOCKS
 from tests.unit.passes.shard.rules.cases_views import cut, lookup, move, reshape
 from tests.unit.passes.shard.rules.draw import Case, Draw
 
@@ -305,10 +306,28 @@ def producer(d: Draw) -> Case:
     )
 
 
+def flex(d: Draw) -> Case:
+    """Documents of each sample, a bias of each head; rows and columns that are no multiple of a block."""
+    b, h, q, k, e, v = d.sizes(1, 1)[0], d.one_of(4, 12), d.size(), d.size(ones=False), d.size(), d.size()
+    shared = d.one_of(1, 2)
+    query, key, value = d.tensor(b, h, q, e), d.tensor(b, h // shared, k, e), d.tensor(b, h // shared, k, v)
+    row, column = d.ints(2, d.one_of(1, b), d.one_of(1, h), q, 1), d.ints(2, b, 1, 1, k)
+    mask = ["le.Tensor %0 %1", "ge.Scalar %0 1", "__or__.Tensor $0 $1"]
+    blocks = (FLEX_BLOCKS, [row, column], mask, q, k)
+    score = d.one_of([], ["mul.Tensor %0 %1", "add.Tensor $0 %2", "sub.Tensor $1 %3"])
+    operands = [row, column, d.tensor(h, 1, 1)]
+    listed = FLEX_BLOCKS(*blocks[1:])
+    return d.one_of(
+        blocks,
+        (FLEX_ATTENTION, query, key, value, listed, operands, mask, score, 0.3, shared > 1),
+        (FLEX_ATTENTION, query, key, value, None, operands, [], score, 0.3, shared > 1),
+    )
+
+
 CASES: Mapping[str, Callable[[Draw], Case]] = {
     function.__name__: function
     for function in (
-        linear, matmul, added_product, einsum, convolution, embedding, norm, attention, recurrent, loss,
+        linear, matmul, added_product, einsum, convolution, embedding, norm, attention, flex, recurrent, loss,
         elementwise_loss, pool, elementwise, reduction, reshape, move, cut, lookup, producer,
     )
 }  # fmt: skip

@@ -1,4 +1,4 @@
-"""flex_attention in forward: the graph's ATen ops beside torch's own definition, and what a row without keys gets."""
+"""flex_attention in forward: the graph's ops beside torch's own definition, rows without keys, and what is priced."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
+from passes.costs.costs import cost_graph
 from passes.fidelity.steps import Subject, eager_step, graph_step
-from passes.graph.nodes import op_name
+from passes.graph.nodes import op_name, tensors_of
 from passes.trace.batch import flatten_batch
 from passes.trace.trace import trace
 
@@ -33,7 +34,7 @@ class Attention(nn.Module):
         def score(value: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
             return torch.tanh(value - self.slopes[h] * (i - j).abs())
 
-        samples = len(x) if self.documents else None
+        samples = x.shape[0] if self.documents else None
         mask = create_block_mask(visible, samples, None, POSITIONS, POSITIONS, device=x.device)
         query = self.query(x).unflatten(-1, (HEADS, -1)).transpose(1, 2)
         key, value = (t.unflatten(-1, (KEY_HEADS, -1)).transpose(1, 2) for t in self.pair(x).chunk(2, -1))
@@ -48,7 +49,7 @@ class Attention(nn.Module):
     ("model", "ops"),
     [
         ({"documents": False, "score_mod": False, "sums": False}, {"scaled_dot_product_attention"}),
-        ({"documents": True, "score_mod": False, "sums": False}, {"scaled_dot_product_attention"}),
+        ({"documents": True, "score_mod": False, "sums": False}, {"flex_attention", "flex_blocks"}),
         ({"documents": True, "score_mod": True, "sums": True}, {"matmul", "softmax", "logsumexp"}),
     ],
     ids=["causal", "documents", "scores and sums"],
@@ -74,6 +75,84 @@ def test_its_graph_computes_what_torch_defines(model: dict[str, bool], ops: set[
     assert found.gradients.keys() == expected.gradients.keys()
     for name, gradient in expected.gradients.items():
         torch.testing.assert_close(found.gradients[name], gradient, rtol=1e-10, atol=1e-12)
+
+
+class Layers(nn.Module):
+    """Three layers that read one mask: a window, or documents; scores changed by a table that is a buffer."""
+
+    def __init__(self, *, documents: bool) -> None:
+        super().__init__()
+        self.documents = documents
+        self.layers = nn.ModuleList(nn.Linear(64, 192) for _ in range(3))
+        self.register_buffer("slopes", torch.rand(HEADS))
+        self.slopes: Tensor
+
+    def forward(self, x: Tensor, document: Tensor) -> Tensor:
+        def window(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+            return (i >= j) & (i - j < 100)
+
+        def packed(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+            return (i >= j) & (document[b, i] == document[b, j])
+
+        def score(value: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+            return value - self.slopes[h] * (i - j) if self.documents else value
+
+        samples, positions = x.shape[:2]
+        function, count = (packed, samples) if self.documents else (window, None)
+        mask = create_block_mask(function, count, None, positions, positions, device=x.device)
+        for layer in self.layers:
+            query, key, value = (t.unflatten(-1, (HEADS, -1)).transpose(1, 2) for t in layer(x).chunk(3, -1))
+            x = x + flex_attention(query, key, value, score, mask).transpose(1, 2).flatten(2)
+        return x.square().mean()
+
+
+def packed_batch(length: int, positions: int = 512) -> dict[str, Tensor]:
+    return {"x": torch.zeros(2, positions, 64), "document": torch.arange(positions).repeat(2, 1) // length}
+
+
+def test_one_list_of_blocks_serves_all_layers_and_nothing_has_a_number_per_pair() -> None:
+    """Of a score function that changes nothing, as transformers gives one, nothing is left."""
+    graph = trace(Layers(documents=False), packed_batch(512))
+    assert [op_name(node) for node in graph.ops].count("flex_blocks") == 1
+    attentions = [node for node in graph.ops if op_name(node) == "flex_attention"]
+    assert [node.args[6] for node in attentions] == [[]] * 3
+    assert attentions[0].args[5] == [
+        "ge.Tensor %0 %1", "sub.Tensor %0 %1", "lt.Scalar $1 100", "__and__.Tensor $0 $2"
+    ]  # fmt: skip
+    assert not [node for node in graph.ops for t in tensors_of(node) if list(t.shape[-2:]) == [512, 512]]
+
+
+def test_hidden_blocks_cost_nothing_where_torchs_kernel_runs() -> None:
+    """Of 16 blocks a window of 100 leaves seven, four documents four: of the batch's own only the example can tell.
+
+    Neither mask nor scores are kept: q, k and v (one storage), the result, a number per row in 32 bits, lists of blocks.
+    """
+    window, documents = (
+        trace(Layers(documents=False), packed_batch(9)),
+        trace(Layers(documents=True), packed_batch(128)),
+    )
+    assert not [note for note in window.notes if "blocks" in note]
+    assert "25% of its blocks" in " ".join(documents.notes)
+    whole = 2 * 2 * HEADS * 512 * 512 * 32
+    for graph, seen in ((window, 7 / 16), (documents, 4 / 16)):
+        costs = cost_graph(graph, device_kind="cuda", only_size=2)
+        at = [op_name(node) for node in graph.ops].index("flex_attention")
+        blocks = next(node for node in graph.ops if op_name(node) == "flex_blocks").meta["val"]
+        assert costs.at(2).forward_flops[at] == seen * whole
+        assert costs.at(2).backward_input_flops[at] == 2.5 * seen * whole
+        samples = 1 if graph is window else 2
+        lists = 4 * samples * blocks.shape[-1]
+        rows = 2 * HEADS * 512
+        assert costs.saved_bytes([at], 2) == 4 * (4 * rows * 16 + rows) + lists
+    on_cpu = cost_graph(graph, device_kind="cpu", only_size=2)
+    assert on_cpu.at(2).forward_flops[at] == whole  # the dense form
+
+
+def test_what_the_examples_documents_are_is_not_what_the_model_is() -> None:
+    """A plan made with one batch is for all: but what shows another mask is another model."""
+    first, second = (trace(Layers(documents=True), packed_batch(length)) for length in (128, 512))
+    assert first.fingerprint == second.fingerprint
+    assert first.fingerprint != trace(Layers(documents=False), packed_batch(128)).fingerprint
 
 
 def test_torch_is_left_as_it_was() -> None:
