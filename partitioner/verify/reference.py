@@ -147,7 +147,7 @@ def why_in_pieces(graph: OpGraph) -> str:
 
 def _coupled(coupling: Coupling) -> str:
     match coupling.kind:
-        case "batch statistics":
+        case "batch statistics" | "synchronized statistics":
             return f"batch norm sees one micro-batch at a time ({coupling})"
         case "running state":
             return f"a buffer kept of the batch advances with each micro-batch ({coupling})"

@@ -5,6 +5,7 @@ batch_norm over (samples, channels)   refuses a single value per channel (a chec
                                       graph, which would put 0/0 into the running variance)
 squeeze of all dimensions             takes the batch dimension of a single sample away
 var, std over samples                 0/0 for a single sample
+a size of b - 1, b // 3, ...          needs as many that nothing is empty that the example has
 an opaque part                        whatever its code refuses a single sample for: it is run with one, on fake tensors
 """
 
@@ -14,14 +15,16 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 
+import sympy
 import torch
 from torch import fx
 from torch._subclasses import FakeTensorMode
 
 from passes.graph.graph import OpGraph, tensor_specs
 from passes.graph.nodes import argument
+from passes.graph.signatures import concrete
 from runtime.ops.opaque import Opaque, no_compile
-from runtime.segment.code import TensorSpec
+from runtime.segment.code import Dim, TensorSpec
 
 aten = torch.ops.aten
 
@@ -30,20 +33,45 @@ def least_samples(graph: OpGraph) -> tuple[int, str]:
     """Return the fewest samples that a micro-batch needs, and the op that needs as many ("" if one will do)."""
     sizes = {**graph.example_sizes, graph.batch.batch_symbol: 1}
     most, reason = 1, ""
+    filled: dict[sympy.Expr, int] = {}
     for node in graph.ops:
-        least = 1
+        least = max(
+            (_filled(size, graph, filled) for spec in tensor_specs(node) for size in spec.shape), default=1
+        )
         if node.target is aten.select.int:
-            least = _selected(node, graph)
+            least = max(least, _selected(node, graph))
         elif node.target in _REFUSES:
             (spec,) = tensor_specs(node.all_input_nodes[0])
-            least = 2 if _REFUSES[node.target](node, spec, spec.concrete(sizes)) else 1
+            least = max(least, 2 if _REFUSES[node.target](node, spec, spec.concrete(sizes)) else 1)
         elif isinstance(node.target, Opaque):
             given = [spec for argument in node.all_input_nodes for spec in tensor_specs(argument)]
             tensors = tuple((tuple(spec.concrete(sizes)), spec.dtype) for spec in given)
-            least = 2 if _refuses_one(node.target, tensors) else 1
+            least = max(least, 2 if _refuses_one(node.target, tensors) else 1)
         if least > most:
             most, reason = least, f"{node.name} in module {node.meta.get('module_path') or '(root)'}"
     return most, reason
+
+
+def _filled(size: Dim, graph: OpGraph, known: dict[sympy.Expr, int]) -> int:
+    """Return the samples from which on ``size`` is above zero, if it is in the example."""
+    batch = graph.batch.batch_symbol
+    if isinstance(size, int) or size.as_coeff_Mul()[1].is_Symbol or batch not in size.free_symbols:
+        return 1
+    if size not in known:
+        enough = graph.example_batch_size
+        for samples in range(enough, 0, -1):
+            if not _is_above_zero(size, {**graph.example_sizes, batch: samples}):
+                break
+            enough = samples
+        known[size] = enough
+    return known[size]
+
+
+def _is_above_zero(size: Dim, sizes: Mapping[sympy.Symbol, int]) -> bool:
+    try:
+        return concrete(size, sizes) > 0
+    except ZeroDivisionError:  # of what is empty
+        return False
 
 
 @lru_cache(maxsize=256)

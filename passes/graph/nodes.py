@@ -104,6 +104,10 @@ def writes(node: fx.Node) -> bool:
     return node.target._schema.is_mutable or node.target._schema.name in WRITES_UNDECLARED
 
 
+SYNCHRONIZED = "synchronized"
+"""The entry of a batch norm's ``meta`` that tells whether its module is one that processes synchronize."""
+
+
 def origin(node: fx.Node) -> dict[str, Any]:
     """Return the part of ``meta`` that says where in the model a node was made."""
     return {key: node.meta[key] for key in _ORIGIN if key in node.meta}

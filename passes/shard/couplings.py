@@ -10,6 +10,7 @@ Ops without a rule are tried on drawn shards. The first op of every path that gi
 
     batch norm, its running statistics     named; searches cut the batch all the same, as everybody does who trains in
                                            micro-batches (``why_whole`` leaves it out), and behind it samples are samples
+    synchronized batch norm                named; who synchronizes wants statistics of all samples: the batch stays whole
     everything else that is named          searches keep the batch whole, unless they are told otherwise
 """
 
@@ -28,7 +29,7 @@ from torch import fx
 from cost_models.layout import Partial, Placement, Replicate, Shard
 from cost_models.units import counted, listed
 from passes.graph.graph import OpGraph, once_per_graph
-from passes.graph.nodes import argument, is_size, op_name, symbolic, tensors_of
+from passes.graph.nodes import SYNCHRONIZED, argument, is_size, op_name, symbolic, tensors_of
 from passes.graph.recomputed import draws_random_numbers
 from passes.graph.signatures import op_classes
 from passes.shard.discover import Discovery
@@ -39,7 +40,7 @@ from passes.shard.words import Choice, Need, operands
 
 aten = torch.ops.aten
 
-Kind = Literal["batch statistics", "samples", "running state"]
+Kind = Literal["batch statistics", "synchronized statistics", "samples", "running state"]
 _TALK = frozenset({"batch_norm:samples"})
 """Local forms in which ranks exchange more than parts of a sum: a micro-batch has nobody to ask."""
 _AFFINE = frozenset({"add", "sub", "rsub", "stack", "cat", "add_", "lerp", "where"})
@@ -64,7 +65,9 @@ class Coupling:
     kind: Kind
 
     def __str__(self) -> str:
-        where = " ".join(filter(None, (f"in {self.module}" if self.module else "", self._line)))
+        number = self.module.replace(".", "").isdecimal()  # of an entry of a Sequential: no name by itself
+        place = f"in {'module ' if number else ''}{self.module}" if self.module else ""
+        where = " ".join(filter(None, (place, self._line)))
         return f"{self.op} {where}".strip()
 
     @property
@@ -82,7 +85,8 @@ def why_whole(graph: OpGraph) -> str:
     """Say why only a batch in one piece computes what the model does with a batch; "" if micro-batches do, too.
 
     Batch norm is no reason: statistics of one micro-batch at a time are what pipelines (GPipe, 2019) and gradient
-    accumulation have always had, and a deep pipeline of a ResNet has nothing else.
+    accumulation have always had, and a deep pipeline of a ResNet has nothing else. ``SyncBatchNorm`` is one: a recipe that
+    converts norms asks for statistics of all samples that are anywhere.
     """
     found = [coupling for coupling in couplings(graph) if coupling.kind != "batch statistics"]
     return "; ".join(_by_kind(found))
@@ -122,7 +126,8 @@ class _Walk:
             self._states[node] = states
             before = [state for source in node.all_input_nodes for state in self._states.get(source, ())]
             if node in self._norms:
-                result.append(_named(node, "batch statistics"))
+                synchronized = node.meta.get(SYNCHRONIZED, False)
+                result.append(_named(node, "synchronized statistics" if synchronized else "batch statistics"))
             elif any(isinstance(s, Coupled) for s in states) and not any(
                 isinstance(s, Coupled) for s in before
             ):
@@ -341,9 +346,11 @@ def _by_kind(found: Sequence[Coupling]) -> list[str]:
     for coupling in found:
         by_kind.setdefault(coupling.kind, []).append(coupling)
     norms = counted(len(by_kind.get("batch statistics", ())), "batch norm")
+    synchronized = counted(len(by_kind.get("synchronized statistics", ())), "synchronized batch norm")
     words: dict[Kind, str] = {
         "samples": "loss couples samples",
         "batch statistics": f"{norms}: statistics of one micro-batch at a time, running ones advance with each",
+        "synchronized statistics": f"statistics that {synchronized} would have of all samples,",
         "running state": "a buffer kept of the batch advances with each micro-batch",
     }
     return [

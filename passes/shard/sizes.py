@@ -4,6 +4,12 @@
 
 The batch's symbol b becomes ``unit``·u: u is the least that a rank may have in a micro-batch, and every local size is a
 multiple of it, so nothing is ever divided at run time. In the local graph the same symbol stands for u.
+
+Sizes with divisions and remainders by numbers are straight lines in u once the unit is a multiple of these:
+
+    b - b % 2, with b = 2·u                      2·u          halves of it: b = 4·u
+    (b + 1) // 2                                 u            halves of it: b = 4·u
+    b // 3 + 1                                   u + 1        nothing ensures halves
 """
 
 from __future__ import annotations
@@ -11,11 +17,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any, TypeAlias
 
 import sympy
 import torch
 from torch import fx
+from torch.utils._sympy.functions import FloorDiv, Mod, PythonMod
 from torch.utils._sympy.interp import sympy_interp
 from torch.utils._sympy.reference import PythonReferenceAnalysis
 
@@ -73,7 +81,8 @@ class LocalSizes:
         found: list[Dim] = []
         for dim, size in enumerate(shape):
             parts = ways(placements, dim, len(shape), self.mesh_shape)
-            whole = self.scaled(size)
+            line = None if parts == 1 else _line(size, self.unit, self.symbol)
+            whole = self.scaled(size) if line is None else line[0] * self.symbol + line[1]
             part = whole // parts if isinstance(whole, int) else whole / parts
             if isinstance(whole, int) and whole % parts:
                 raise InternalError(
@@ -120,7 +129,49 @@ def least_unit(size: Dim, parts: int, symbol: sympy.Symbol) -> int | None:
     count, rest = sympy.expand(size).as_coeff_Mul()
     if symbol in rest.free_symbols and (rest / symbol).is_polynomial(symbol):
         return parts // math.gcd(int(count), parts)
-    return 1 if int(count) % parts == 0 else None
+    if int(count) % parts == 0:
+        return 1
+    period = _period(size, symbol) or 1
+    line = _line(size, period, symbol)
+    if line is None or line[1] % parts:
+        return None
+    return period * (parts // math.gcd(line[0], parts))
+
+
+@cache
+def splits_into(size: Dim, parts: int, symbol: sympy.Symbol, samples: int) -> bool:
+    """Tell whether ``parts`` ranks may share ``size``, of a micro-batch of ``samples`` and of all multiples of it."""
+    needed = least_unit(size, parts, symbol)
+    return needed is not None and samples % needed == 0
+
+
+def _line(size: Dim, unit: int, symbol: sympy.Symbol) -> tuple[int, int] | None:
+    """Write ``size`` as a·u + c, the symbol being ``unit``·u; None if it is no such line."""
+    if isinstance(size, int) or size.free_symbols != {symbol}:
+        return None
+    period = _period(size, symbol)
+    if period is None or unit % period:
+        return None
+    first, second = (int(size.subs(symbol, unit * u)) for u in (1, 2))
+    return second - first, 2 * first - second
+
+
+def _period(size: sympy.Expr, symbol: sympy.Symbol) -> int | None:
+    """Find a number of whose multiples ``size`` is linear in the symbol; None if none is known."""
+    if symbol not in size.free_symbols:
+        return 1 if size.is_Integer else None
+    if size == symbol:
+        return 1
+    if isinstance(size, sympy.Mul):
+        open_factors = [factor for factor in size.args if not factor.is_Integer]
+        return _period(open_factors[0], symbol) if len(open_factors) == 1 else None
+    if isinstance(size, sympy.Add):
+        periods = [_period(term, symbol) for term in size.args]
+        return None if None in periods else math.lcm(*(p for p in periods if p is not None))
+    if isinstance(size, FloorDiv | Mod | PythonMod) and size.args[1].is_Integer:
+        inner = _period(size.args[0], symbol)
+        return None if inner is None else inner * abs(int(size.args[1]))
+    return None
 
 
 # ----------------------------------------------------------------------------------------------------------

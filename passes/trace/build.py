@@ -21,7 +21,7 @@ from torch.export.graph_signature import InputKind, OutputKind
 
 from cost_models.errors import InternalError, ModelError
 from passes.graph.graph import GraphInput, GraphOutput
-from passes.graph.nodes import where
+from passes.graph.nodes import SYNCHRONIZED, op_name, where
 from passes.graph.sizes import are_canonical, canonical_sizes
 from passes.trace.export import OutputRecord
 from passes.trace.names import StateNames
@@ -269,6 +269,9 @@ def _annotate(graph: fx.Graph, fake_mode: FakeTensorMode, model: nn.Module) -> N
         if stack:
             node.meta["module_path"] = _module_path(next(reversed(stack.values()))[0], model)
             node.meta["part"] = blamed(node)
+            if op_name(node) == "batch_norm":
+                owner = model.get_submodule(node.meta["module_path"])
+                node.meta[SYNCHRONIZED] = isinstance(owner, nn.SyncBatchNorm)
         node.meta.setdefault("module_path", "")
         node.meta["source"] = node.meta.get("source") or line_in(node.meta.get("stack_trace") or "")
         for key in _EXPORT_META:

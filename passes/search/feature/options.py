@@ -23,6 +23,8 @@ from passes.graph.signatures import concrete
 from passes.search.feature.codes import BITS, DEFERRED, WHOLE, need_code, source_code
 from passes.search.feature.graph import Unit
 from passes.search.feature.seconds import ByteShares, splits_samples, traffic_of_parts
+from passes.shard.sizes import splits_into
+from passes.shard.sizes import ways as ways_of
 from passes.shard.words import Choice, short
 from runtime.segment.code import Dim, TensorSpec
 
@@ -107,16 +109,22 @@ def bytes_of(spec: TensorSpec, symbols: Mapping[sympy.Symbol, int]) -> int:
 
 
 def options_of(
-    unit: Unit, choices: Sequence[Choice], shape: Sequence[int], symbols: Mapping[sympy.Symbol, int]
+    unit: Unit,
+    choices: Sequence[Choice],
+    shape: Sequence[int],
+    symbols: Mapping[sympy.Symbol, int],
+    batch: sympy.Symbol,
 ) -> Options:
     """Every combination of ``choices`` over the axes of a mesh of ``shape`` that divides every dimension it splits.
+
+    ``batch``: the symbol of samples, of which a size may be more than a multiple (``passes.shard.sizes``).
 
     Numbers of samples that the same combinations divide have the same options, and one object.
     """
     known, key = _products.setdefault(unit, {}), tuple(shape)
     if key not in known or known[key].every.choices != tuple(choices):
         known[key] = _Products.of(unit, tuple(choices), key)
-    return known[key].options(unit, symbols)
+    return known[key].options(unit, symbols, batch)
 
 
 @dataclass(frozen=True, eq=False)
@@ -166,7 +174,7 @@ class _Products:
         every = Options(choices, axes, inputs, outputs, share[:, :read], share[:, read:], work)
         return cls(every, split, _counts_divide(choices, axes, shape))
 
-    def options(self, unit: Unit, symbols: Mapping[sympy.Symbol, int]) -> Options:
+    def options(self, unit: Unit, symbols: Mapping[sympy.Symbol, int], batch: sympy.Symbol) -> Options:
         """Return the combinations that divide what they split."""
         numbers = tuple(symbols.values())
         found = self.by_sizes.get(numbers)
@@ -176,9 +184,20 @@ class _Products:
             whole = self.split == 1  # an empty dimension, too
             divides = (whole | ((extent % self.split == 0) & (extent >= self.split))).all(axis=1)
             divides &= self.counted
+            for column, size in enumerate(size for spec in specs for size in spec.shape):
+                if _is_multiple(size):
+                    continue
+                for parts in np.unique(self.split[:, column]).tolist():
+                    if not splits_into(size, parts, batch, symbols[batch]):
+                        divides &= self.split[:, column] != parts
             found = self.by_combinations.setdefault(divides.tobytes(), self.every.keep(divides))
             self.by_sizes[numbers] = found
         return found
+
+
+def _is_multiple(size: Dim) -> bool:
+    """Tell whether a size is a number or a multiple of a symbol, whose value shows what it divides by."""
+    return isinstance(size, int) or bool(size.as_coeff_Mul()[1].is_Symbol)
 
 
 _products: WeakKeyDictionary[Unit, dict[tuple[int, ...], _Products]] = WeakKeyDictionary()
@@ -261,18 +280,30 @@ def stored_options(
 
 
 def arriving_options(
-    dims: tuple[int, ...], gradient: bool, shape: tuple[int, ...]
+    spec: TensorSpec,
+    gradient: bool,
+    shape: tuple[int, ...],
+    symbols: Mapping[sympy.Symbol, int],
+    batch: sympy.Symbol,
 ) -> tuple[tuple[StoredChoice, ...], ...]:
     """Per option, one choice per axis, of how a value arrives: whole or split. Of the gradient of a whole one each rank may
     send its part back, to at most ``MOST_PARTS`` of them."""
     whole: Placement = Replicate()
+    dims = sizes_of(spec, symbols)
     ways = [StoredChoice(p, p, source_code(p)) for p in (whole, *(Shard(d) for d in range(len(dims))))]
     if gradient:
         ways.append(StoredChoice(whole, Partial(), DEFERRED))
+
+    def surely(stored: Sequence[Placement]) -> bool:
+        parts = [ways_of(tuple(stored), dim, len(dims), shape) for dim in range(len(dims))]
+        sized = zip(spec.shape, parts, strict=True)
+        return all(_is_multiple(size) or splits_into(size, n, batch, symbols[batch]) for size, n in sized)
+
     return tuple(
         option
         for option in itertools.product(ways, repeat=len(shape))
         if _divides(dims, [c.stored for c in option], shape)
+        and surely([c.stored for c in option])
         and parts_of([c.state for c in option], shape) <= MOST_PARTS
     )
 

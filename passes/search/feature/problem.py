@@ -85,6 +85,11 @@ class FeatureProblem:
         units = zip(self.units, chosen, strict=True)
         return replace(self, units=tuple(unit.keep(mask) for unit, mask in units))
 
+    def options_of(self, unit: Unit, choices: Sequence[Choice]) -> Options:
+        """Return the combinations of ``choices`` that fit the mesh and the samples."""
+        batch = self.space.graph.batch.batch_symbol
+        return options_of(unit, choices, self.mesh.shape, self.symbols, batch)
+
     def table(self, wire: int, sources: Sequence[int], needs: Sequence[int]) -> BridgeTable:
         """Seconds per step and bytes of ``wire``'s bridges, over all the values that it stands for."""
         w = self.space.wires[wire]
@@ -183,9 +188,7 @@ class _Builder:
 
     def units(self) -> tuple[UnitNumbers, ...]:
         ops = [unit for unit in self.problem.space.units if unit.kind == "op"]
-        options = {
-            u.index: options_of(u, u.choices, self.problem.mesh.shape, self.problem.symbols) for u in ops
-        }
+        options = {u.index: self.problem.options_of(u, u.choices) for u in ops}
         seconds = self._op_seconds(ops, options)
         saved = self._saved_bytes(ops, options)
         found = []
@@ -309,7 +312,7 @@ class _Builder:
             dim = self.problem.space.graph.batch.batch_dims.get(leaf)
             size *= self.problem.microbatches if dim is not None else 1
         ways = [Choice((), (Replicate(),)), *([] if dim is None else [Choice((), (Shard(dim),))])]
-        o = options_of(unit, ways, self.problem.mesh.shape, self.problem.symbols)
+        o = self.problem.options_of(unit, ways)
         assert o.axes.shape[1] == axes
         held = o.output_share[:, 0] * size
         return UnitNumbers(np.zeros(o.count), held, np.zeros(o.count), (), o.outputs, o, np.arange(o.count))
@@ -322,7 +325,7 @@ class _Builder:
         (spec,) = unit.operands
         layouts: list[Placement] = [Replicate(), *(Shard(d) for d in range(len(spec.shape)))]
         ways = [Choice((Need(p),), ()) for p in layouts]
-        o = options_of(unit, ways, self.problem.mesh.shape, self.problem.symbols)
+        o = self.problem.options_of(unit, ways)
         comes = self.problem.space.gradient_comes_back(unit)
         received = o.operand_share[:, 0] * (float(bytes_of(spec, self.problem.symbols)) * comes)
         seconds, nothing = received * self._seconds_per_byte, np.zeros(o.count)
@@ -334,7 +337,9 @@ class _Builder:
         shape, (spec,) = self.problem.mesh.shape, unit.outputs
         size = float(bytes_of(spec, self.problem.symbols))
         gradient = any(wire.gradient for wire in self.problem.space.wires if wire.producer == unit.index)
-        ways = arriving_options(sizes_of(spec, self.problem.symbols), gradient, shape)
+        ways = arriving_options(
+            spec, gradient, shape, self.problem.symbols, self.problem.space.graph.batch.batch_symbol
+        )
         held = np.array([local_share([c.stored for c in way], shape) for way in ways]) * size
         parts = np.array([parts_of([c.state for c in way], shape) for way in ways])
         more = (parts - 1) * (size * self.setting.returned_share(unit.name))

@@ -248,6 +248,23 @@ def test_batch_norm_hides_no_coupling_behind_it_and_keeps_no_batch_whole() -> No
     assert why_whole(graph_of(batch_norm)) == ""
 
 
+def test_a_synchronized_norm_keeps_the_batch_whole_and_a_plain_one_does_not() -> None:
+    plain = nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6), nn.ReLU())
+    converted: nn.Module = nn.SyncBatchNorm.convert_sync_batchnorm(plain)
+    found = {}
+    for name, model in (
+        ("plain", nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6))),
+        ("converted", converted),
+    ):
+        graph = trace(model, torch.randn(4, 6), loss_fn=lambda y, _: y.square().mean())
+        found[name] = why_whole(graph), said(couplings(graph), 2)
+    assert found["plain"][0] == ""
+    assert found["converted"][0].startswith(
+        "statistics that 1 synchronized batch norm would have of all samples, at batch_norm in module 1 ("
+    )
+    assert "1 synchronized batch norm" in found["converted"][1][0]
+
+
 def test_several_couplings_are_said_by_kind() -> None:
     (text,) = said(couplings(graph_of(lambda m, h: m.norm(h).square().mean() + h.var(0).mean())), 3)
     assert text.startswith("computed per micro-batch of 3")
