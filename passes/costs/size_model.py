@@ -150,12 +150,7 @@ def _at_one_size(
 ) -> SizeModel:
     found: list[tuple[list[Parabola], OpStructure]] = []
     for signature in range(signatures):
-        try:
-            profile = profiler(signature, size)
-        except ZeroDivisionError:  # a size that divides by what so few samples have none of
-            numbers, structure = refused(signature)
-            found.append(([(number, 0.0, 0.0) for number in numbers], structure))
-            continue
+        profile = profiler(signature, size)
         numbers, structure = [float(n) for n in _numbers(profile)], profile.structure
         if structure.estimated:
             others, other = refused(signature)

@@ -60,18 +60,11 @@ def _filled(size: Dim, graph: OpGraph, known: dict[sympy.Expr, int]) -> int:
     if size not in known:
         enough = graph.example_batch_size
         for samples in range(enough, 0, -1):
-            if not _is_above_zero(size, {**graph.example_sizes, batch: samples}):
+            if concrete(size, {**graph.example_sizes, batch: samples}) <= 0:
                 break
             enough = samples
         known[size] = enough
     return known[size]
-
-
-def _is_above_zero(size: Dim, sizes: Mapping[sympy.Symbol, int]) -> bool:
-    try:
-        return concrete(size, sizes) > 0
-    except ZeroDivisionError:  # of what is empty
-        return False
 
 
 @lru_cache(maxsize=256)

@@ -227,12 +227,18 @@ def hashable(value: Any, key: Callable[[fx.Node], Hashable]) -> Hashable:
 
 
 def concrete(size: Dim, symbols: Mapping[sympy.Symbol, int]) -> int:
-    """Return the number that ``size`` is once every symbol has one; a symbol without one (data-dependent) counts as 1."""
+    """Return the number that ``size`` is once every symbol has one; a symbol without one (data-dependent) counts as 1.
+
+    A part of nothing, which so few samples may be (b // (b // 2) of one), is nothing.
+    """
     if not isinstance(size, sympy.Basic):
         return int(size)
-    substituted = size.subs(symbols)
-    if substituted.free_symbols:
-        substituted = substituted.subs(dict.fromkeys(substituted.free_symbols, 1))
+    try:
+        substituted = size.subs(symbols)
+        if substituted.free_symbols:
+            substituted = substituted.subs(dict.fromkeys(substituted.free_symbols, 1))
+    except ZeroDivisionError:
+        return 0
     return int(substituted)
 
 

@@ -202,9 +202,9 @@ class _Sharder:
                 sizes: tuple[Any, ...] = tuple(node.meta["val"].shape)
                 for size in sizes:
                     if isinstance(size, torch.SymInt):
-                        count, symbol = size.node.expr.as_coeff_Mul()
-                        if symbol.is_Symbol:
-                            known.setdefault(symbol, size // int(count))  # flattened with another dimension
+                        env = size.node.shape_env
+                        for symbol in size.node.expr.free_symbols - known.keys():
+                            known[symbol] = env.create_symintnode(symbol, hint=None)
             sharded += zip(tensors_of(node), self.layouts[node.name], strict=True)
             if node.op == "call_function" and not is_projection(node):
                 for i, source in enumerate(operands(node)):

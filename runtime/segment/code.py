@@ -46,8 +46,11 @@ class TensorSpec:
 
 @lru_cache(maxsize=4096)  # a model has a few expressions, a search a few micro-batch sizes
 def _number(dim: sympy.Expr, symbols: tuple[tuple[sympy.Symbol, int], ...]) -> int:
-    """Compute a size in elements. Searches ask for the same ones thousands of times."""
-    return int(dim.subs(symbols))
+    """Compute a size in elements. Searches ask for the same ones thousands of times. A part of nothing is nothing."""
+    try:
+        return int(dim.subs(symbols))
+    except ZeroDivisionError:
+        return 0
 
 
 InputKind: TypeAlias = Literal["parameter", "buffer", "constant", "batch", "value"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
@@ -13,6 +14,7 @@ from torch.nn import functional as F
 from cost_models.cluster import ClusterSpec
 from partitioner import Workload, partition
 from partitioner.models.as_graph import as_graph
+from passes.graph.least_samples import least_samples
 from runtime.execute.execute import Executor
 from runtime.ranks.launch import WorkerPool
 from tests.distributed.planted import plant
@@ -220,3 +222,55 @@ def test_another_way_in_float64_is_verified_in_its_own_type(mended: WorkerPool) 
     wrong = plan.verify(workload, graph=graph, pool=mended)
     assert not wrong.passed
     assert "in float32 it differs too: loss" in str(wrong).replace("\n    ", " ")
+
+
+class Picking(nn.Module):
+    """A layer on some of the samples: how many is reckoned from the batch."""
+
+    def __init__(self, pick: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.pick = pick
+        self.first, self.last = nn.Linear(8, 16), nn.Linear(16, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.last(torch.tanh(self.pick(self.first(x))))
+        return y.square().mean()
+
+
+def even(h: Tensor) -> Tensor:
+    return h[: h.shape[0] - h.shape[0] % 2]
+
+
+def in_pairs(h: Tensor) -> Tensor:
+    return even(h).reshape(-1, 2, h.shape[-1]).sum(1)
+
+
+def every_second(h: Tensor) -> Tensor:
+    return h[::2]
+
+
+DATA = {"strategy": "feature", "pins": {"*": "data"}}
+
+
+@pytest.mark.parametrize(
+    ("pick", "options"),
+    [
+        (even, DATA),
+        (in_pairs, DATA),
+        (every_second, {"strategy": "hybrid", "fix": "pipeline=2 data=2 microbatch=8"}),
+    ],
+    ids=["even", "pairs", "every second, between stages"],
+)
+def test_parts_of_the_batch_are_shared_where_they_divide(
+    pick: Callable[[Tensor], Tensor], options: dict[str, Any], pool: WorkerPool
+) -> None:
+    torch.manual_seed(0)
+    workload = Workload(Picking(pick), {"x": torch.randn(16, 8)})
+    graph = as_graph(workload)
+    plan = partition(graph, ClusterSpec.local(4), batch_size=16, **options)
+    plan.verify(workload, graph=graph, pool=pool).raise_if_different()
+
+
+def test_a_batch_needs_as_many_samples_that_nothing_is_empty() -> None:
+    graph = as_graph(Workload(Picking(lambda h: h[: h.shape[0] // 3]), {"x": torch.randn(16, 8)}))
+    assert least_samples(graph) == (3, "slice_1 in module (root)")
