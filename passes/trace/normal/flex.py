@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -68,6 +69,7 @@ def flex_as_ops() -> Iterator[None]:
         "_transpose_ordered": lambda count, indices: (count, indices),
     }
     with (
+        _padding_kept(),
         _calling(partial(_as_ops, masks)),
         mock.patch.multiple(_module(), **lists),
         mock.patch.object(
@@ -84,6 +86,24 @@ def flex_with_backward() -> Iterator[None]:
 
     with _calling(math_attention):
         yield
+
+
+@contextlib.contextmanager
+def _padding_kept() -> Iterator[None]:
+    """Let transformers give a mask of padding to ``create_block_mask`` whatever it hides: it looks whether that is nothing.
+
+    It does so for flex_attention alone: other masks of a trace are kept unseen.
+    """
+    masks = sys.modules.get("transformers.masking_utils")
+    if not hasattr(masks, "fast_all"):
+        yield
+        return
+    with mock.patch.object(masks, "fast_all", _unseen):
+        yield
+
+
+def _unseen(tensor: Tensor) -> bool:
+    return False
 
 
 def _calling(attention: Callable[..., Any]) -> contextlib.AbstractContextManager[Any]:
@@ -174,7 +194,10 @@ def _spread(indices: Sequence[Tensor]) -> list[Tensor]:
 
     A function of scalar indices gets these: it runs once, and what reads no index keeps a size of 1 there.
     """
-    return [each.view([-1 if at == dim else 1 for at in range(4)]) for dim, each in enumerate(indices)]
+    places = range(len(indices))
+    return [
+        index[tuple(slice(None) if at == dim else None for at in places)] for dim, index in enumerate(indices)
+    ]
 
 
 @dataclass(frozen=True)

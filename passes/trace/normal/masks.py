@@ -257,7 +257,7 @@ def _kind(node: fx.Node, kinds: dict[fx.Node, Kind]) -> Kind:
         return Kind.OPEN
     if all(kind is Kind.FIXED for kind in read):
         return Kind.FIXED
-    if target is aten.arange.default:
+    if target is aten.arange.default or (target is aten.arange.start and node.args[0] == 0):
         return Kind.NUMBERS
     if target is aten.expand.default:
         return _sized(node.args[1], kinds, kinds[node.args[0]])  # type: ignore[index]

@@ -8,10 +8,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from passes.costs.costs import cost_graph
 from passes.fidelity.steps import Subject, eager_step, graph_step
-from passes.graph.nodes import op_name, tensors_of
+from passes.graph.nodes import argument, op_name, tensors_of
 from passes.trace.batch import flatten_batch
 from passes.trace.trace import trace
 
@@ -78,12 +79,12 @@ def test_its_graph_computes_what_torch_defines(model: dict[str, bool], ops: set[
 
 
 class Layers(nn.Module):
-    """Three layers that read one mask: a window, or documents; scores changed by a table that is a buffer."""
+    """Two layers that read one mask: a window, or documents; scores changed by a table that is a buffer."""
 
     def __init__(self, *, documents: bool) -> None:
         super().__init__()
         self.documents = documents
-        self.layers = nn.ModuleList(nn.Linear(64, 192) for _ in range(3))
+        self.layers = nn.ModuleList(nn.Linear(64, 192) for _ in range(2))
         self.register_buffer("slopes", torch.rand(HEADS))
         self.slopes: Tensor
 
@@ -115,7 +116,7 @@ def test_one_list_of_blocks_serves_all_layers_and_nothing_has_a_number_per_pair(
     graph = trace(Layers(documents=False), packed_batch(512))
     assert [op_name(node) for node in graph.ops].count("flex_blocks") == 1
     attentions = [node for node in graph.ops if op_name(node) == "flex_attention"]
-    assert [node.args[6] for node in attentions] == [[]] * 3
+    assert [node.args[6] for node in attentions] == [[]] * 2
     assert attentions[0].args[5] == [
         "ge.Tensor %0 %1", "sub.Tensor %0 %1", "lt.Scalar $1 100", "__and__.Tensor $0 $2"
     ]  # fmt: skip
@@ -150,9 +151,45 @@ def test_hidden_blocks_cost_nothing_where_torchs_kernel_runs() -> None:
 
 def test_what_the_examples_documents_are_is_not_what_the_model_is() -> None:
     """A plan made with one batch is for all: but what shows another mask is another model."""
-    first, second = (trace(Layers(documents=True), packed_batch(length)) for length in (128, 512))
+    first, second = (trace(Layers(documents=True), packed_batch(length, 256)) for length in (128, 256))
     assert first.fingerprint == second.fingerprint
-    assert first.fingerprint != trace(Layers(documents=False), packed_batch(128)).fingerprint
+    assert first.fingerprint != trace(Layers(documents=False), packed_batch(128, 256)).fingerprint
+
+
+def llama() -> nn.Module:
+    config = LlamaConfig(
+        vocab_size=30,
+        hidden_size=64,
+        intermediate_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=64,
+        use_cache=False,
+        attn_implementation="flex_attention",
+    )
+    torch.manual_seed(0)
+    return LlamaForCausalLM(config).double()
+
+
+def test_masks_of_transformers_are_causal_or_hide_padding() -> None:
+    """Without padding it makes masks of packed samples, which hide nothing more; of padding it asks if there is any."""
+    tokens = torch.randint(0, 30, (3, 20))
+    plain = trace(llama(), {"input_ids": tokens, "labels": tokens.clone()})
+    (attention,) = (node for node in plain.ops if "attention" in op_name(node))
+    assert op_name(attention) == "scaled_dot_product_attention"
+    assert argument(attention, "is_causal")
+    padding = torch.ones(3, 20, dtype=torch.long)
+    padding[1, 12:] = 0
+    batch = {"input_ids": tokens, "labels": tokens.clone(), "attention_mask": padding}
+    module = llama()
+    graph = trace(module, batch)
+    assert "flex_attention" in [op_name(node) for node in graph.ops]
+    subject = Subject(module, batch, flatten_batch(batch), None)
+    expected, found = eager_step(subject), graph_step(graph, subject, lambda tensor: tensor)
+    torch.testing.assert_close(found.loss, expected.loss, rtol=1e-12, atol=1e-12)
+    for name, gradient in expected.gradients.items():
+        torch.testing.assert_close(found.gradients[name], gradient, rtol=1e-9, atol=1e-12)
 
 
 def test_torch_is_left_as_it_was() -> None:
