@@ -44,6 +44,8 @@ class AttentionCall:
     """True for flex_attention whose scores a function changes: without a kernel it is products."""
     listed_bytes: int = 0
     """Bytes of the lists of blocks that flex_attention's kernel is given copies of, and keeps."""
+    copies_heads: bool = False
+    """True if key and value are copies that are made inside the op (``runtime.ops.attention``)."""
 
     @property
     def rows(self) -> int:
@@ -72,6 +74,9 @@ class AttentionBackend:
     """Masks with another number of columns are copied into padded ones."""
     allows_mask: bool = True
     allows_dropout: bool = True
+    copies_gradients: bool = False
+    """Gradients of heads that several queries share are made once per query's head, and summed behind the kernel
+    (``dk_expanded`` and ``dv_expanded`` of FlashAttention-2)."""
 
 
 BACKENDS: Mapping[str, AttentionBackend] = MappingProxyType(
@@ -80,7 +85,14 @@ BACKENDS: Mapping[str, AttentionBackend] = MappingProxyType(
         for backend in (
             AttentionBackend("math", "any"),
             AttentionBackend("cpu-flash", "cpu", allows_dropout=False),
-            AttentionBackend("flash", "cuda", scalar_bytes=(16, 8), head_alignment=8, allows_mask=False),
+            AttentionBackend(
+                "flash",
+                "cuda",
+                scalar_bytes=(16, 8),
+                head_alignment=8,
+                allows_mask=False,
+                copies_gradients=True,
+            ),
             AttentionBackend("efficient", "cuda", row_padding=32, scalar_bytes=(8, 8), mask_alignment=8),
             AttentionBackend("cudnn", "cuda", scalar_bytes=(8, 8)),
             AttentionBackend("flex", "cuda", allows_dropout=False),
@@ -154,9 +166,11 @@ def saved_tensors(name: str, call: AttentionCall) -> tuple[Saved | int, ...]:
     """
     backend = BACKENDS[name]
     kept: list[Saved | int] = ["query", "key", "value", "out"]
+    if call.copies_heads:
+        kept[1:3] = [_bytes(shape, call) for shape in (call.key, call.value)]
     if call.query[-1] % backend.head_alignment:
         padded = (_padded(shape, backend.head_alignment) for shape in (call.query, call.key, call.value))
-        kept = [*(math.prod(shape) * call.dtype.itemsize for shape in padded), "out"]
+        kept[:3] = [_bytes(shape, call) for shape in padded]
     rows = -(-call.query[-2] // backend.row_padding) * backend.row_padding
     kept.append(math.prod(call.query[:-2]) * rows * call.logsumexp_itemsize)
     kept.extend(backend.scalar_bytes)
@@ -176,17 +190,28 @@ def output_storage_bytes(name: str, call: AttentionCall) -> int:
 
 
 def backward_peak_bytes(name: str, call: AttentionCall) -> int:
-    """Return the bytes that a fused backward holds at once: three gradients and, on CUDA, what it adds them up in.
+    """Return the bytes that a fused backward holds at once: three gradients and, on CUDA, what it adds them up in or from.
 
     The flash and efficient kernels keep the query's gradient in 32 bits until it is whole, and a number for each query row
     (``dq_accum`` and ``softmax_d`` of FlashAttention-2, ``gQ`` and ``delta`` of the memory-efficient kernel).
     """
-    gradients = sum(math.prod(shape) * call.dtype.itemsize for shape in (call.query, call.key, call.value))
+    gradients = sum(_bytes(shape, call) for shape in (call.query, call.key, call.value))
     if BACKENDS[name].device_kind != "cuda":
         return gradients
     if name == "flex":  # a block of queries' gradient is made whole by its own kernel
         return gradients + 4 * call.rows
-    return gradients + 4 * (math.prod(call.query) + call.rows)
+    return gradients + copied_gradient_bytes(name, call) + 4 * (math.prod(call.query) + call.rows)
+
+
+def copied_gradient_bytes(name: str, call: AttentionCall) -> int:
+    """Return the bytes of gradients of keys and values that a fused backward makes per head of queries."""
+    if not BACKENDS[name].copies_gradients or call.key[1] == call.query[1]:
+        return 0
+    return sum(_bytes((s[0], call.query[1], *s[2:]), call) for s in (call.key, call.value))
+
+
+def _bytes(shape: tuple[int, ...], call: AttentionCall) -> int:
+    return math.prod(shape) * call.dtype.itemsize
 
 
 def _padded(shape: tuple[int, ...], alignment: int) -> tuple[int, ...]:
@@ -197,7 +222,8 @@ def transferred_bytes(call: AttentionCall) -> tuple[int, int]:
     """Return the (forward, backward) bytes that a fused kernel reads and writes; it keeps the s·t scores on chip.
 
     Forward reads query, key, value and mask, writes out and statistics. Backward reads those and the gradient of
-    out, and writes three gradients (and twice the query's accumulator).
+    out, and writes three gradients (and twice the query's accumulator). Heads that are copied inside the op are copied
+    besides, and so are their gradients.
     """
     query, key, value = (
         math.prod(shape) * call.dtype.itemsize for shape in (call.query, call.key, call.value)
@@ -211,4 +237,5 @@ def transferred_bytes(call: AttentionCall) -> tuple[int, int]:
         )  # flex_attention has lists in its place: read, copied, and the copies read
     forward = query + key + value + mask + out + statistics
     backward = forward + out + query + key + value
-    return forward, backward
+    copies = 2 * (key + value) if call.copies_heads else 0
+    return forward + copies, backward + copies

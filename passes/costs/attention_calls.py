@@ -11,7 +11,9 @@ import torch
 
 from cost_models.attention import AttentionCall
 from passes.graph.signatures import Signature, called, concrete
+from runtime.ops.attention import TOKENS
 from runtime.ops.flex import FLEX_ATTENTION
+from runtime.ops.local import OF_SHAPE, run_local
 
 aten = torch.ops.aten
 _FLEX = ("query", "key", "value", "blocks", "operands", "mask", "score")
@@ -29,6 +31,12 @@ def attention_call(signature: Signature, symbols: Mapping[sympy.Symbol, int]) ->
     )
     arguments.update(signature.exemplar.kwargs)
     shapes = [tuple(concrete(size, symbols) for size in o.spec.shape) for o in signature.operands]
+    node: Any = signature.exemplar
+    copied = node.target is run_local and node.args[0] in OF_SHAPE
+    if copied:
+        of_query, *others = shapes[:3]
+        tokens = [of_query[TOKENS] if "tokens" in node.args[2] else s[TOKENS] for s in others]
+        shapes[1:3] = [(*of_query[:TOKENS], t, s[-1]) for t, s in zip(tokens, others, strict=True)]
     mask = signature.operands[3] if len(signature.operands) > 3 else None
     dropout = arguments.get("dropout_p", 0.0)
     return AttentionCall(
@@ -41,6 +49,7 @@ def attention_call(signature: Signature, symbols: Mapping[sympy.Symbol, int]) ->
         mask_requires_grad=mask is not None and mask.role != "none",
         dropout=float(dropout) if isinstance(dropout, int | float) else 0.0,
         causal=bool(arguments.get("is_causal", False)),
+        copies_heads=copied,
     )
 
 

@@ -25,6 +25,7 @@ from cost_models.attention import (
     AttentionCall,
     backward_peak_bytes,
     choose_backend,
+    copied_gradient_bytes,
     output_storage_bytes,
     saved_tensors,
     transferred_bytes,
@@ -37,6 +38,7 @@ from passes.costs.opaque import guessed_flops, measured_work
 from passes.graph.nodes import tensors_in
 from passes.graph.signatures import Signature, concrete, concrete_arguments
 from runtime.ops.bridges import is_bridge
+from runtime.ops.local import run_local, shaped
 from runtime.ops.opaque import Opaque, no_compile
 from runtime.segment.code import TensorSpec
 
@@ -211,7 +213,9 @@ class _Run:
         args, kwargs = concrete_arguments(self._signature.exemplar, operands, self._symbols)
         if isinstance(self._signature.target, Opaque):
             return self._signature.target.run(args)
-        return _on_device(self._signature.target, self._device_kind, args)(*args, **kwargs)
+        op = _on_device(self._signature.target, self._device_kind, args)
+        node: Any = self._signature.exemplar
+        return (shaped(node.args[0], node.args[2], op) if node.target is run_local else op)(*args, **kwargs)
 
     def _backward(
         self, outputs: Sequence[torch.Tensor], leaves: Sequence[torch.Tensor]
@@ -289,6 +293,7 @@ def _profile_attention(signature: Signature, call: AttentionCall, backend: str) 
     """Profile a fused backend by its table: one kernel forward, one backward, operands and statistics kept."""
     out = (*call.query[:-1], call.value[-1])
     forward_bytes, backward_bytes = transferred_bytes(call)
+    backward_bytes += 2 * copied_gradient_bytes(backend, call)  # written, and read by the sum behind
     backward = signature.differentiated
     gradients = backward and any(operand.role != "none" for operand in signature.operands)
     shapes = call.query, call.key, call.value  # all fused backends do the same arithmetic

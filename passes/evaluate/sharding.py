@@ -31,7 +31,7 @@ from passes.graph.nodes import argument
 from passes.shard.rules import choices, has_rule, makes_tensors
 from passes.shard.rules.samples import signature
 from passes.shard.sizes import least_unit
-from passes.shard.words import Choice, FeaturePlacement, Placements, all_replicated, operands
+from passes.shard.words import Choice, FeaturePlacement, Placements, all_replicated, are_nested, operands
 from runtime.segment.code import Dim, TensorSpec
 from runtime.segment.recompute import writes_statistics
 
@@ -179,7 +179,7 @@ class _MeshWalk:
         if any(count % ranks for c in tried for count in c.divides):
             return False
         functions = {c.local.partition(":")[0] for c in tried if c.local}
-        return len(functions) < 2 and self._keeps_statistics(node, taken)
+        return len(functions) < 2 and are_nested(tried) and self._keeps_statistics(node, taken)
 
     def _keeps_statistics(self, node: fx.Node, taken: Sequence[Placements]) -> bool:
         if not writes_statistics(node):

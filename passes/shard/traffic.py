@@ -24,6 +24,7 @@ from passes.graph.graph import tensor_specs
 from passes.shard.shard import ShardedGraph
 from runtime.mesh.ranks_along import JOINT, all_ranks_along
 from runtime.ops import bridges
+from runtime.ops.attention import HEADS, heads_sent
 from runtime.ops.local import run_local
 from runtime.program.program import Collective
 
@@ -143,15 +144,27 @@ def _of_bridge(node: fx.Node, differentiable: bool, symbols: Mapping[sympy.Symbo
 def _of_local(
     node: fx.Node, differentiable: bool, symbols: Mapping[sympy.Symbol, int], mesh: Mesh
 ) -> Iterator[Traffic]:
-    """Yield the collectives of ``runtime.ops.cross_entropy`` and ``runtime.ops.batch_norm``."""
+    """Yield the collectives of ``runtime.ops.cross_entropy``, ``runtime.ops.batch_norm`` and ``runtime.ops.attention``."""
     function, _, roles, first, *rest = node.args
     assert isinstance(roles, dict)
     assert isinstance(first, fx.Node)
     spec = tensor_specs(first)[0]
+
+    def ranks_of(role: str) -> int:
+        return math.prod(mesh.shape[mesh.axes.index(name)] for name in str(roles[role]).split(JOINT))
+
+    if function == "attention" and "tokens" in roles:
+        ranks, count = ranks_of("tokens"), spec.concrete(symbols)[HEADS]
+        for source in rest[:2]:
+            (heads,) = tensor_specs(source)  # type: ignore[arg-type]
+            keys = heads.concrete(symbols)[HEADS]
+            brought = heads.size_bytes(symbols) // keys * heads_sent(count, ranks, keys)[1] * ranks
+            for backward in (False, True)[: 1 + differentiable]:
+                yield Traffic(node.name, "all_to_all", str(roles["tokens"]), brought * ranks, backward)
     if function == "batch_norm":
         channels = spec.concrete(symbols)[1]
         size_bytes = 2 * channels * max(4, spec.dtype.itemsize)
-        ranks = math.prod(mesh.shape[mesh.axes.index(name)] for name in str(roles["samples"]).split(JOINT))
+        ranks = ranks_of("samples")
         yield Traffic(node.name, "all_gather", str(roles["samples"]), size_bytes * ranks, False)
         if differentiable:
             yield Traffic(node.name, "all_reduce", str(roles["samples"]), size_bytes, True)

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import operator
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import TypeAlias
@@ -33,6 +33,8 @@ from cost_models.layout import Mesh, Partial, Placement, Replicate, Shard
 
 Placements: TypeAlias = tuple[Placement, ...]
 """One per mesh axis."""
+QUERIES, TOKENS_OF_KEYS = "attention:queries", "attention:tokens"
+"""The local forms of attention that split heads of queries, and of keys and values none, or the tokens."""
 _CHOICE = re.compile(
     r"(?P<inputs>[^>]*?) ?-> ?(?P<outputs>[^a-z]*?)(?: by (?P<local>[a-z_]+:[a-z_]+))?(?: in (?P<divides>[0-9,]+))?"
 )
@@ -133,6 +135,16 @@ def short(placement: Placement) -> str:
 def all_replicated(inputs: int, outputs: int) -> Choice:
     """Make the choice that every rank computes everything: right for any op."""
     return Choice((Need(Replicate()),) * inputs, (Replicate(),) * outputs)
+
+
+def are_nested(choices: Sequence[Choice]) -> bool:
+    """Tell whether no axis that splits heads of queries alone has one within it that splits them in another way.
+
+    One choice per axis, the first outermost: of the heads of its queries, a rank then has or gets the keys.
+    """
+    alone = next((a for a, c in enumerate(choices) if c.local in (QUERIES, TOKENS_OF_KEYS)), len(choices))
+    within = choices[alone:]
+    return all(c.local == within[0].local or c.outputs != within[0].outputs for c in within)
 
 
 def placements_text(placements: Placements) -> str:

@@ -28,6 +28,7 @@ from passes.trace.names import StateNames
 from passes.trace.normal.bags import simplify_bags
 from passes.trace.normal.flex_fold import fold_flex
 from passes.trace.normal.functional import functionalize
+from passes.trace.normal.grouped_queries import share_heads
 from passes.trace.normal.masks import simplify_masks
 from passes.trace.normal.simplify import simplify
 from passes.trace.opaque.cross import restore
@@ -80,7 +81,7 @@ def convert(
     attributes: Mapping[str, Tensor],
 ) -> Converted:
     """Name inputs, merge ties, run ``simplify``, ``remake_views``, ``functionalize``, ``simplify_masks``,
-    ``fold_flex``, ``simplify_bags`` and ``canonical_sizes``, note where every node comes from.
+    ``fold_flex``, ``share_heads``, ``simplify_bags`` and ``canonical_sizes``, note where every node comes from.
 
     ``attributes``: what the model itself has where the trace saw a stand-in of a plain attribute, by name.
     """
@@ -103,6 +104,7 @@ def convert(
     module, written = functionalize(module, buffers, names, parameters)
     simplify_masks(module.graph)
     fold_flex(module.graph)
+    share_heads(module.graph)
     simplify_bags(module.graph)
     _annotate(module.graph, fake_mode, model)
     outputs = _outputs(module, record, written)

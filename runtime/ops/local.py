@@ -12,6 +12,7 @@ A ``Choice`` names them as "function:role". ``LOCAL[function](op, axes, *args, *
     cross_entropy:samples   shards of the samples, mean      P   the rank's sum / the valid weight of all ranks
     nll_loss:samples        shards of the samples, mean      P   as above
     batch_norm:samples      shards of the samples, training  S   statistics over all ranks' samples
+    attention:queries, …    (``runtime.ops.attention``)      S   copies of the keys' heads that the rank's queries read
     random:shards           shards of anything               S   each rank draws its own numbers
     replayed:dim0, …        (verification)                   S   its part of what the unpartitioned model drew
 
@@ -28,7 +29,7 @@ tensors they tell shapes.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, TypeAlias
 
 import torch
@@ -36,6 +37,7 @@ from torch import Tensor
 from torch._subclasses import FakeTensor
 
 from cost_models.errors import InternalError
+from runtime.ops.attention import attention, attention_of_shape
 from runtime.ops.bags import of_own_rows
 from runtime.ops.batch_norm import batch_norm
 from runtime.ops.cross_entropy import cross_entropy, mean_nll_loss
@@ -77,9 +79,13 @@ LOCAL: Mapping[str, LocalOp] = {
     "cross_entropy": cross_entropy,
     "nll_loss": mean_nll_loss,
     "batch_norm": batch_norm,
+    "attention": attention,
     "random": _random,
     "replayed": replay_part,
 }
+
+OF_SHAPE: Mapping[str, LocalOp] = {"attention": attention_of_shape}
+"""Functions with the shapes of local ones that take no axes, where the op itself does not take what they do."""
 
 LEADING = 3
 """Number of arguments of ``run_local`` before the op's own."""
@@ -90,7 +96,12 @@ def run_local(function: str, op: str, roles: Mapping[str, str], *args: Any, **op
     given = [a for a in args if isinstance(a, Tensor)]
     if not all(isinstance(a, FakeTensor) or a.is_meta for a in given):
         raise InternalError(f"the local form of {op} was run without its axes")
-    return op_called(op)(*args, **options)
+    return shaped(function, roles, op_called(op))(*args, **options)
+
+
+def shaped(function: str, roles: Mapping[str, str], op: LocalOp) -> LocalOp:
+    """Return what tells the shapes of the local form of ``op``, and what it costs."""
+    return partial(OF_SHAPE[function], op, roles) if function in OF_SHAPE else op
 
 
 def with_axes(axes: Mapping[str, Peers]) -> Callable[..., Any]:

@@ -24,3 +24,6 @@ class Peers(Protocol):
 
     def all_gather(self, tensor: Tensor) -> Tensor:
         """Return everybody's tensors, stacked: (ranks, *shape)."""
+
+    def exchange(self, x: Tensor, cut: int, join: int) -> Tensor:
+        """Cut ``x``, which is whole along ``cut``, and make it whole along ``join`` instead."""

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -35,6 +38,35 @@ def losses_and_norms() -> tuple[Tensor, Tensor, Tensor, Tensor]:
     y = LOCAL["batch_norm"](aten.batch_norm.default, {"samples": axis}, x, *options)
     (of_x,) = torch.autograd.grad(y.pow(3).sum(), x)
     return loss.detach(), of_logits, y.detach(), of_x
+
+
+def heads(count: int) -> list[Tensor]:
+    """Queries (1, 4, 6, 2), keys and values (1, ``count``, 6, 2) that they share."""
+    generator = torch.Generator().manual_seed(0)
+    sizes = (4, count, count)
+    return [torch.randn(1, n, 6, 2, dtype=torch.float64, generator=generator) for n in sizes]
+
+
+def attention(count: int) -> tuple[Tensor, ...]:
+    """One rank's heads of an attention whose keys are split by tokens, and its gradients."""
+    axis = Axis("model", RANKS, dist.get_rank(), dist.group.WORLD)
+    own = [
+        x.tensor_split(RANKS, dim)[axis.rank].clone().requires_grad_()
+        for x, dim in zip(heads(count), (1, 2, 2), strict=True)
+    ]
+    options: tuple[Any, ...] = (None, 0.0, True)
+    y = LOCAL["attention"](aten.scaled_dot_product_attention.default, {"tokens": axis}, *own, *options)
+    return y.detach(), *torch.autograd.grad(y.pow(3).sum(), own)
+
+
+@pytest.mark.parametrize("count", [1, 2, 4])
+def test_heads_are_exchanged_for_tokens_over_gloo(count: int, pool: WorkerPool) -> None:
+    results = pool.run(attention, count, world_size=RANKS, timeout_seconds=60)
+    whole = [x.requires_grad_() for x in heads(count)]
+    y = F.scaled_dot_product_attention(*whole, is_causal=True, enable_gqa=True)
+    wanted = y.detach(), *torch.autograd.grad(y.pow(3).sum(), whole)
+    for found, dim, tensor in zip(zip(*results, strict=True), (1, 1, 2, 2), wanted, strict=True):
+        torch.testing.assert_close(torch.cat(found, dim), tensor)
 
 
 def test_classes_and_samples_over_gloo(pool: WorkerPool) -> None:

@@ -60,11 +60,12 @@ def _ranks(found: LocalCollective, mesh: Mesh) -> int:
 
 def _whole_bytes(found: LocalCollective, mesh: Mesh) -> float:
     """The n of the formulas in ``cost_models.communication``."""
-    return found.size_bytes * (_ranks(found, mesh) if found.kind == "all_gather" else 1)
+    return found.size_bytes * (1 if found.kind == "all_reduce" else _ranks(found, mesh))
 
 
 def _sent_bytes(found: LocalCollective, mesh: Mesh) -> float:
     """Bytes that a rank sends of n bytes whole, by the volume of the bandwidth-optimal algorithm: (p−1)/p·n, twice for an
-    all-reduce."""
+    all-reduce, a pth for an all-to-all."""
     ranks = _ranks(found, mesh)
-    return (2.0 if found.kind == "all_reduce" else 1.0) * (ranks - 1) / ranks * _whole_bytes(found, mesh)
+    factor = {"all_reduce": 2.0, "all_gather": 1.0, "all_to_all": 1.0 / ranks}[found.kind]
+    return factor * (ranks - 1) / ranks * _whole_bytes(found, mesh)

@@ -25,7 +25,7 @@ from passes.search.feature.graph import Unit
 from passes.search.feature.seconds import ByteShares, splits_samples, traffic_of_parts
 from passes.shard.sizes import splits_into
 from passes.shard.sizes import ways as ways_of
-from passes.shard.words import Choice, short
+from passes.shard.words import QUERIES, TOKENS_OF_KEYS, Choice, are_nested, short
 from runtime.segment.code import Dim, TensorSpec
 
 MOST_PARTS = 8
@@ -135,7 +135,7 @@ class _Products:
     split: IntArray
     """[combinations, dimensions of the tensors read and made] the parts that each is split into."""
     counted: NDArray[np.bool_]
-    """The combinations that divide the counts that choices name."""
+    """The combinations that divide the counts that choices name, and nest."""
     by_sizes: dict[tuple[int, ...], Options] = field(default_factory=dict)
     by_combinations: dict[bytes, Options] = field(default_factory=dict)
 
@@ -172,7 +172,7 @@ class _Products:
         )
         read = len(unit.operands)
         every = Options(choices, axes, inputs, outputs, share[:, :read], share[:, read:], work)
-        return cls(every, split, _counts_divide(choices, axes, shape))
+        return cls(every, split, _go_together(choices, axes, shape))
 
     def options(self, unit: Unit, symbols: Mapping[sympy.Symbol, int], batch: sympy.Symbol) -> Options:
         """Return the combinations that divide what they split."""
@@ -204,14 +204,17 @@ _products: WeakKeyDictionary[Unit, dict[tuple[int, ...], _Products]] = WeakKeyDi
 """The products of the choices of each unit, by the shape of the mesh."""
 
 
-def _counts_divide(choices: Sequence[Choice], axes: IntArray, shape: Sequence[int]) -> NDArray[np.bool_]:
-    """Tell whether every count that choices name is divided by the product of the axes that split it. Shape [options]."""
+def _go_together(choices: Sequence[Choice], axes: IntArray, shape: Sequence[int]) -> NDArray[np.bool_]:
+    """Tell whether every count that choices name is divided by the product of the axes that split it, and axes nest. Shape
+    [options]."""
     fits = np.ones(len(axes), dtype=bool)
     for count in {number for choice in choices for number in choice.divides}:
         parts = np.ones(len(axes), dtype=np.int64)
         for axis, size in enumerate(shape):
             parts *= np.array([size if count in choice.divides else 1 for choice in choices])[axes[:, axis]]
         fits &= count % parts == 0
+    if any(choice.local in (QUERIES, TOKENS_OF_KEYS) for choice in choices):
+        fits &= [are_nested([choices[k] for k in row]) for row in axes.tolist()]
     return fits
 
 

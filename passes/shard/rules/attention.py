@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 import torch
 from torch import fx
@@ -11,24 +11,47 @@ from passes.graph.nodes import argument, tensors_of
 from passes.graph.recomputed import draws_random_numbers
 from passes.shard.rules.notation import Rule, Term, from_terms, from_text
 from passes.shard.rules.pointwise import RANDOM
-from passes.shard.words import Choice, operands
+from passes.shard.rules.shapes import operands_shapes
+from passes.shard.words import QUERIES, TOKENS_OF_KEYS, Choice, operands
+from runtime.ops.attention import HEADS, TOKENS
 from runtime.ops.flex import FLEX_ATTENTION, FLEX_BLOCKS
 
 aten = torch.ops.aten
+
+COLUMNS = "attention:columns"
 
 
 def _attention(node: fx.Node) -> tuple[Choice, ...]:
     """Shard query (…, l, e), key (…, s, e), value (…, s, v), mask broadcastable to (…, l, s).
 
-    With ``enable_gqa`` key and value have fewer heads: a rank's share of theirs belongs to its share of the queries'.
+    With ``enable_gqa`` key and value have fewer heads: a rank's share of theirs belongs to its share of the queries'. Where
+    they do not divide, and for columns of values, ranks copy what they need (``runtime.ops.attention``).
     A causal mask counts queries from 0, so their sequence stays whole then; keys' always does.
     """
     row = "." if argument(node, "is_causal") else "l"
     text = f"query[b* {row} .] key[b* . .] value'[b* . v] attn_mask[b* {row} .] -> [b* {row} v]"
     letters = [f"b{d}" for d in range(tensors_of(node)[0].dim() - 2)] + ["l", "v"]
-    # Ranks with other columns of the values must drop the same weights: that would need the same draws on all.
-    local = {x: RANDOM for x in letters if x != "v"} if draws_random_numbers(node) else {}
-    return from_text(node, text, local=local)
+    if draws_random_numbers(node):
+        # Ranks with other columns of the values must drop the same weights: that would need the same draws on all.
+        return from_text(node, text, local={x: RANDOM for x in letters if x != "v"})
+    of_query, of_key, *_ = operands_shapes(node)
+    if len(of_query) < 3 or of_key[HEADS] == of_query[HEADS]:
+        return from_text(node, text)
+    return (*from_text(node, text, local={"v": COLUMNS}), *_by_queries(node))
+
+
+def _by_queries(node: fx.Node) -> Iterator[Choice]:
+    """Yield choices that split the heads of queries alone, where they share several of keys."""
+    of_query, of_key, _, *of_mask = operands_shapes(node)
+    if of_key[HEADS] == 1:
+        return
+    mask = ".* h . ." if of_mask and len(of_mask[0]) > 2 else ". ."
+    split = {QUERIES: ".* . . ."}
+    if argument(node, "is_causal") and of_query[TOKENS] == of_key[TOKENS]:
+        split[TOKENS_OF_KEYS] = ".* . h ."
+    for local, keys in split.items():
+        text = f"query[.* h . .] key[{keys}] value[{keys}] attn_mask[{mask}] -> [.* h . .]"
+        yield from from_text(node, text, local={"h": local})[1:]
 
 
 _BY_HEADS = ("b", "h", None, None)

@@ -23,7 +23,7 @@ from passes.graph.graph import tensor_specs
 from passes.graph.nodes import argument, replaced, tensors_of
 from passes.shard.rules.shapes import operands_shapes, plain, shape
 from passes.shard.sizes import COUNTS, SIZE_ARGUMENTS, ways
-from passes.shard.words import Choice, Placements, operands
+from passes.shard.words import Choice, Placements, are_nested, operands
 from runtime.mesh.ranks_along import JOINT
 from runtime.ops.local import run_local
 from runtime.segment.code import Dim, TensorSpec
@@ -81,7 +81,7 @@ def fits(
     mesh_shape: Sequence[int],
     symbols: Mapping[sympy.Symbol, int] | None = None,
 ) -> bool:
-    """Tell whether every dimension and count that the choices shard is divided by the ranks that share it.
+    """Tell whether every dimension and count that the choices shard is divided by the ranks that share it, and axes nest.
 
     ``symbols``: sizes of a micro-batch; without a size an open dimension divides by anything its factors allow.
     """
@@ -93,7 +93,7 @@ def fits(
         if not _divides(spec, [choice.outputs[i] for choice in choices], mesh_shape, symbols):
             return False
     ranks = math.prod(n for choice, n in zip(choices, mesh_shape, strict=True) if choice.divides)
-    return all(count % ranks == 0 for choice in choices for count in choice.divides)
+    return all(count % ranks == 0 for choice in choices for count in choice.divides) and are_nested(choices)
 
 
 def _divides(

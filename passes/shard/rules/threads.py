@@ -69,6 +69,9 @@ class ThreadAxis:
         everyones = self.all_gather(tensor)
         return everyones.sum(0) if op == "sum" else everyones.amax(0)
 
+    def exchange(self, x: Tensor, cut: int, join: int) -> Tensor:
+        return torch.cat([part.chunk(self.size, cut)[self.rank] for part in self.all_gather(x)], join)
+
 
 def on_all(function: Callable[[Rank], T], ranks: Sequence[Rank], meeting: Rendezvous | None) -> list[T]:
     """Run ``function`` on every rank: in threads if they meet, else one after the other. The first error is raised."""

@@ -3,6 +3,7 @@
     cross_entropy:classes   forward    all-reduce (samples), all-reduce (2 or 3, samples)
     cross_entropy:samples   forward    all-reduce (1), for means
     batch_norm:samples      forward    all-gather (2, channels); backward all-reduce (2, channels)
+    attention:tokens        both       all-to-all of keys, all-to-all of values: to each rank the heads that it reads
 
 Samples and channels are those of one rank. The other functions of ``runtime.ops.local`` say nothing.
 """
@@ -21,7 +22,8 @@ from torch import fx
 from cost_models.layout import Shard
 from passes.graph.graph import tensor_specs
 from passes.graph.nodes import argument
-from passes.shard.words import Choice, operands
+from passes.shard.words import TOKENS_OF_KEYS, Choice, operands
+from runtime.ops.attention import HEADS, heads_sent
 from runtime.ops.cross_entropy import MEAN
 
 
@@ -32,7 +34,7 @@ class LocalCollective:
     ``size_bytes``: bytes that one rank brings.
     """
 
-    kind: Literal["all_reduce", "all_gather"]
+    kind: Literal["all_reduce", "all_gather", "all_to_all"]
     axes: tuple[int, ...]
     size_bytes: int
     phase: Literal["forward", "backward"]
@@ -60,6 +62,14 @@ def local_collectives(
             channels = local_shape(node, 0, choices, mesh_shape, symbols)[1]
             found.append(LocalCollective("all_gather", axes, 2 * channels * exact_bytes, "forward"))
             found.append(LocalCollective("all_reduce", axes, 2 * channels * exact_bytes, "backward"))
+        elif local == TOKENS_OF_KEYS:
+            count = local_shape(node, 0, choices, mesh_shape, symbols)[HEADS]
+            ranks = math.prod(mesh_shape[axis] for axis in axes)
+            for operand in (1, 2):
+                sizes = list(local_shape(node, operand, choices, mesh_shape, symbols))
+                sizes[HEADS] = ranks * heads_sent(count, ranks, sizes[HEADS])[1]
+                size_bytes = math.prod(sizes) * first.itemsize
+                found += [LocalCollective("all_to_all", axes, size_bytes, p) for p in ("forward", "backward")]
     return tuple(found)
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 import torch
@@ -10,7 +12,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from cost_models.attention import (
     AttentionCall,
+    backward_peak_bytes,
     choose_backend,
+    copied_gradient_bytes,
     output_storage_bytes,
     saved_tensors,
     supports,
@@ -119,6 +123,23 @@ def test_grouped_heads():
     grouped = _call(key=(2, 2, 24, 16), value=(2, 2, 24, 16))
     assert supports("flash", grouped)
     assert not supports("efficient", grouped)
+
+
+def test_flash_makes_gradients_of_shared_heads_once_per_head_of_queries():
+    shared = _call(key=(2, 2, 24, 16), value=(2, 2, 24, 16))
+    copied = 2 * (2 * 4 * 24 * 16) * 2
+    assert copied_gradient_bytes("flash", _call()) == 0
+    assert copied_gradient_bytes("cudnn", shared) == 0
+    assert copied_gradient_bytes("flash", shared) == copied
+    assert backward_peak_bytes("flash", shared) - backward_peak_bytes("cudnn", shared) == copied
+
+
+def test_copies_that_an_op_makes_are_its_own():
+    copies = replace(_call(), copies_heads=True)
+    of_key, of_value = (2 * math.prod(shape) for shape in (copies.key, copies.value))
+    assert saved_tensors("flash", copies)[:4] == ("query", of_key, of_value, "out")
+    extra = 2 * (of_key + of_value)
+    assert transferred_bytes(copies) == tuple(moved + extra for moved in transferred_bytes(_call()))
 
 
 def test_a_boolean_mask_is_kept_as_a_copy_of_the_querys_type():

@@ -106,7 +106,7 @@ def norm(d: Draw) -> Case:
 
 def attention(d: Draw) -> Case:
     b, h, q, k, e, v = d.sizes(1, 1)[0], d.one_of(4, 12), d.size(), d.size(), d.size(), d.size()
-    shared = d.one_of(1, 2)
+    shared, k = d.one_of(1, 2, 4), d.one_of(q, k)
     query, key, value = d.tensor(b, h, q, e), d.tensor(b, h // shared, k, e), d.tensor(b, h // shared, k, v)
     mask = d.one_of(
         None,

@@ -183,6 +183,10 @@ class Listening(Rendezvous):
                 self.note("all_gather", tensor)
                 return axis.all_gather(tensor)
 
+            def exchange(self, tensor: Tensor, cut: int, join: int) -> Tensor:
+                self.note("all_to_all", tensor)
+                return axis.exchange(tensor, cut, join)
+
             def note(self, kind: str, tensor: Tensor) -> None:
                 if not any(rank):
                     heard.append((kind, tensor.numel() * tensor.itemsize))
@@ -190,7 +194,7 @@ class Listening(Rendezvous):
         return Ear()
 
 
-@pytest.mark.parametrize("family", ["loss", "norm", "embedding", "reduction"])
+@pytest.mark.parametrize("family", ["loss", "norm", "embedding", "reduction", "attention"])
 @drawn(40)
 @given(random=st.randoms(use_true_random=False))
 def test_what_local_functions_say_is_what_is_counted(family: str, random: Random) -> None:
@@ -206,6 +210,23 @@ def test_what_local_functions_say_is_what_is_counted(family: str, random: Random
         assert problem(whole, pair, (2, 2)) is None
     counted = local_collectives(node, pair, (2, 2), {})
     assert sorted((c.kind, c.size_bytes) for c in counted) == sorted(heard)
+
+
+def test_heads_of_queries_alone_are_split_within_those_of_both() -> None:
+    torch.manual_seed(0)
+    query, key = (torch.randn(1, heads, 8, 2, dtype=torch.float64) for heads in (8, 4))
+    values, options = [query, key, key.clone()], (None, 0.0, True)
+    node = node_of(aten.scaled_dot_product_attention.default, *values, *options, enable_gqa=True)
+    whole = trial(node, values)
+    ways = {choice.local: choice for choice in choices(node) if choice.outputs == (S(1),)}
+    both, alone = ways[""], [ways["attention:queries"], ways["attention:tokens"]]
+    for way in alone:
+        assert problem(whole, [way], [8]) is None  # twice as many ranks as heads of keys
+        assert fits(node, [both, way], (4, 2))
+        assert problem(whole, [both, way], (4, 2)) is None
+        assert not fits(node, [way, both], (2, 4))
+        assert problem(whole, [way, both], (2, 4)) is not None
+    assert not fits(node, alone, (2, 2))
 
 
 def test_squeeze_keeps_a_dimension_whose_shard_is_one_element() -> None:
