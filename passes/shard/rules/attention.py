@@ -35,7 +35,7 @@ def _attention(node: fx.Node) -> tuple[Choice, ...]:
         # Ranks with other columns of the values must drop the same weights: that would need the same draws on all.
         return from_text(node, text, local={x: RANDOM for x in letters if x != "v"})
     of_query, of_key, *_ = operands_shapes(node)
-    if len(of_query) < 3 or of_key[HEADS] == of_query[HEADS]:
+    if len(of_query) < 3 or not 0 < of_key[HEADS] < of_query[HEADS]:
         return from_text(node, text)
     return (*from_text(node, text, local={"v": COLUMNS}), *_by_queries(node))
 
