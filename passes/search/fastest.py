@@ -72,9 +72,9 @@ def until_it_fits(
     simulated, and is not again; ``best_seconds``: of the fastest step so far; ``known_seconds``: of surrogates, likewise.
     """
     tried: list[Judged[SolvedT]] = []
-    while len(tried) < MEMORY_ROUNDS and proposal.identity not in seen:
+    while len(tried) < MEMORY_ROUNDS and (proposal.ranks, proposal.identity) not in seen:
         if proposal.identity is not None:
-            seen.add(proposal.identity)
+            seen.add((proposal.ranks, proposal.identity))
         tried.append(Judged(proposal, judge.simulate(provider.candidate(proposal))))
         if tried[-1].simulated.fits or tried[-1].simulated.step_seconds >= best_seconds:
             break

@@ -1,7 +1,9 @@
 """Parts of a cluster: a plan may leave devices out, so none is slower than the best on a part.
 
     nodes 4 4 4 3        fewer nodes of a kind      4 · 4 4 · 4 4 4 · 3 · 4 3 · 4 4 3
-                         fewer devices of each      1 · 2 · 3 of one node, 1 1 1 · 2 2 2 · 3 3 3 of all of a kind
+                         fewer devices of each      1 · 2 · 3 of one node, 1 1 1 · 2 2 2 · 3 3 3 of all of a kind, 2 2 of
+                                                    all but one
+                         a device less              4 4 3 3 · 4 4 4 2
 
 A part is planned as a cluster of its own; what is found there is a placement on the whole one, and simulated on it.
 """
@@ -31,16 +33,16 @@ Devices: TypeAlias = Mapping[int, int]
 def parts(cluster: ClusterSpec) -> list[tuple[int, ...]]:
     """List the ranks of each part of a cluster, but for the whole: of one kind of node first, of most devices first.
 
-    So what is fast is found soon, and smaller parts are told by their work alone that they are not. A cluster of one node,
-    whose devices are alike and joined alike, has none.
+    So what is fast is found soon, and smaller parts are told by their work alone that they are not. Workers of this machine
+    have none: they share its cores, and each is as fast as it is while all of them are at work.
     """
-    each = cluster.ranks_per_node
-    if len(each) == 1:
+    if all(entry.host == "localhost" for entry in cluster.nodes):
         return []
+    each = cluster.ranks_per_node
     kinds: dict[object, list[int]] = {}
     for node, alike in enumerate(_kinds(cluster)):
         kinds.setdefault((len(each[node]), alike), []).append(node)
-    used = [*_fewer_nodes(list(kinds.values()), each), *_fewer_devices(kinds)]
+    used = [*_fewer_nodes(list(kinds.values()), each), *_fewer_devices(kinds), *_a_device_less(kinds)]
     found = {
         tuple(rank for node, ranks in enumerate(each) for rank in ranks[: counts.get(node, 0)])
         for counts in used
@@ -91,16 +93,22 @@ def _few(most: int) -> list[int]:
 
 
 def _fewer_devices(kinds: Mapping[Any, Sequence[int]]) -> Iterator[Devices]:
-    """Yield fewer devices of one node, and of all nodes of a kind; of nodes that differ in their number, the largest."""
+    """Yield fewer devices of one node, of all nodes of a kind and of all but one. Of nodes that differ in their number, one
+    is the largest."""
     largest: dict[object, int] = {}
     for size, alike in kinds:
         largest[alike] = max(size, largest.get(alike, 0))
     for (size, alike), nodes in kinds.items():
-        for count in range(1, size):
-            if size == largest[alike]:
-                yield {nodes[0]: count}
-            if len(nodes) > 1:
-                yield dict.fromkeys(nodes, count)
+        some = {len(nodes), max(1, len(nodes) - 1)} | ({1} if size == largest[alike] else set())
+        for count, number in itertools.product(_few(size - 1), some):
+            yield dict.fromkeys(nodes[:number], count)
+
+
+def _a_device_less(kinds: Mapping[Any, Sequence[int]]) -> Iterator[Devices]:
+    """Yield everything but one device, of the last node of each kind."""
+    full = {node: size for (size, _), nodes in kinds.items() for node in nodes}
+    for (size, _), nodes in kinds.items():
+        yield {**full, nodes[-1]: size - 1}
 
 
 @dataclass(frozen=True, eq=False)
@@ -128,9 +136,10 @@ class _OnRanks:
 class OnPart(Generic[SolvedT]):
     """A provider of pipelines on a part of a cluster, as one on the whole."""
 
-    def __init__(self, own: Provider[SolvedT], ranks: tuple[int, ...]) -> None:
-        """``own``: on the part; ``ranks``: of the part's devices in the whole."""
-        self.own, self.ranks = own, ranks
+    def __init__(self, own: Provider[SolvedT], ranks: tuple[int, ...], numbers: Sequence[int]) -> None:
+        """``own``: on the part; ``ranks``: of the part's devices in the whole; ``numbers``: the rank in the whole of each
+        rank that ``own`` speaks of."""
+        self.own, self.ranks, self._numbers = own, ranks, numbers
         self.words = f"{own.words}, {counted(len(ranks), 'device')} in all"
         self.objective, self.slack = own.objective, own.slack
         self.quickly_bounded = own.quickly_bounded
@@ -146,13 +155,13 @@ class OnPart(Generic[SolvedT]):
 
     def candidate(self, proposal: Proposal[SolvedT]) -> Candidate:
         """Place the part's candidate on its ranks in the whole."""
-        return lifted(self.own.candidate(proposal), self.ranks)
+        return lifted(self.own.candidate(proposal), self._numbers)
 
     def leaner(
         self, judged: Judged[SolvedT], room: float, known_seconds: float
     ) -> tuple[Proposal[SolvedT], float] | None:
         """Return what the part's provider makes of an overflow."""
-        peaks = [judged.simulated.peak_bytes[rank] for rank in self.ranks]
+        peaks = [judged.simulated.peak_bytes[rank] for rank in self._numbers]
         on_part = replace(judged, simulated=replace(judged.simulated, peak_bytes=peaks))
         found = self.own.leaner(on_part, room, known_seconds)
         return None if found is None else (self._told_apart(found[0]), found[1])
@@ -170,8 +179,8 @@ class OnPart(Generic[SolvedT]):
         return self.own.refusal(tried, room)
 
     def _told_apart(self, proposal: Proposal[SolvedT]) -> Proposal[SolvedT]:
-        identity = None if proposal.identity is None else (self.ranks, proposal.identity)
-        return replace(proposal, option=_OnRanks(self.ranks, proposal.option), identity=identity)
+        ranks = tuple(self._numbers[rank] for rank in proposal.ranks)
+        return replace(proposal, option=_OnRanks(self.ranks, proposal.option), ranks=ranks)
 
 
 def lifted(candidate: Candidate, ranks: Sequence[int]) -> Candidate:

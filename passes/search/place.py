@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 from cost_models.cluster import ClusterSpec
@@ -55,14 +56,24 @@ def place_stages(
     deadline = math.inf if limit is None else time.perf_counter() + limit
     if isinstance(request, HybridRequest) and not request.open:
         return place_fixed(graph, costs, cluster, request, judge)
-    providers = _providers(graph, costs, cluster, request, judge)
-    return fastest_of(providers, judge, deadline, list(_parts(graph, costs, cluster, request)))
+    groups = _groups(judge, request) if isinstance(request, HybridRequest) else None
+    providers = _providers(judge, request, groups)
+    return fastest_of(providers, judge, deadline, list(_parts(judge, request, groups)))
 
 
-def _parts(graph: OpGraph, costs: GraphCosts, cluster: ClusterSpec, request: StagesRequest) -> Iterator[Part]:
+def _groups(judge: Judge, request: HybridRequest) -> GroupsProvider:
+    blocks = of_activations(request.fix.recompute or request.recompute)
+    search = GroupSearch(
+        judge.graph, judge.costs, judge.cluster, request.job, request.microbatches, request.schedule, blocks
+    )
+    return GroupsProvider(search, judge, request.fix.one_queue(judge.cluster))
+
+
+def _parts(judge: Judge, request: StagesRequest, groups: GroupsProvider | None) -> Iterator[Part]:
     """Yield the parts of the cluster that a plan may make do with; none where its devices are fixed."""
     if isinstance(request, FeatureRequest) and request.mesh is not None:
         return
+    costs, cluster = judge.costs, judge.cluster
     work: dict[Device, float] = {}
     for ranks in parts(cluster):
         kinds = cluster.unlike(ranks)
@@ -71,26 +82,29 @@ def _parts(graph: OpGraph, costs: GraphCosts, cluster: ClusterSpec, request: Sta
                 work[device] = costs.least_work_seconds(request.job.batch_size, [device])
 
         def providers(ranks: tuple[int, ...] = ranks) -> list[Provider[Any]]:
-            part = part_of(cluster, ranks)
-            judge = Judge(graph, costs, part, request.job)
-            return [OnPart(own, ranks) for own in _providers(graph, costs, part, request, judge)]
+            own = Judge(judge.graph, costs, part_of(cluster, ranks), request.job)
+            on_part = None if groups is None else replace(groups, search=groups.search.on(ranks))
+            return [
+                OnPart(found, ranks, range(cluster.world_size) if found is on_part else ranks)
+                for found in _providers(own, request, on_part)
+            ]
 
         yield Part(ranks, min(work[device] for device in kinds) / len(ranks), providers)
 
 
-def _providers(
-    graph: OpGraph, costs: GraphCosts, cluster: ClusterSpec, request: StagesRequest, judge: Judge
-) -> list[Provider[Any]]:
+def _providers(judge: Judge, request: StagesRequest, groups: GroupsProvider | None) -> list[Provider[Any]]:
+    """List the families of pipelines, ``groups`` among them where that is one."""
     if isinstance(request, LayerRequest):
         return [LayerProvider(judge, request)]
     if isinstance(request, FeatureRequest):
         return [MeshProvider(judge, request)]
+    assert groups is not None
     job, counts, recompute = request.job, request.microbatches, request.fix.recompute or request.recompute
-    blocks = of_activations(recompute)
-    groups = GroupSearch(graph, costs, cluster, job, counts, request.schedule, blocks)
-    found: list[Provider[Any]] = [GroupsProvider(groups, judge, request.fix.one_queue(cluster))]
-    single = LayerRequest(job, microbatches=counts, schedule=request.schedule, recompute=blocks)
-    found.append(LayerProvider(judge, single))
-    if groups.counts and request.schedule == "auto" and 1 < cluster.world_size <= MOST_DEVICES_OF_A_MESH:
+    single = LayerRequest(
+        job, microbatches=counts, schedule=request.schedule, recompute=of_activations(recompute)
+    )
+    found: list[Provider[Any]] = [groups, LayerProvider(judge, single)]
+    one_stage = groups.search.counts and request.schedule == "auto"
+    if one_stage and 1 < judge.cluster.world_size <= MOST_DEVICES_OF_A_MESH:
         found.append(MeshProvider(judge, FeatureRequest(job, microbatches=counts, recompute=recompute)))
     return found

@@ -35,7 +35,9 @@ class Proposal(Generic[Solved_co]):
     option: Hashable = None
     """Equal for pipelines that are much alike: after one that overflows, the others wait until nothing else fits."""
     identity: Hashable = None
-    """Equal for equal pipelines, none of which is simulated twice; None: not known."""
+    """Equal for equal pipelines on equal ``ranks``, none of which is simulated twice; None: not known."""
+    ranks: tuple[int, ...] = ()
+    """The rank of each stage, where they are single devices."""
     least_seconds: float = 0.0
     """Seconds that its simulation cannot be below."""
     peak_bytes: int = 0

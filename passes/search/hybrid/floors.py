@@ -53,21 +53,20 @@ class Floors:
 
     def paces(self, run: Run) -> list[tuple[float, int]]:
         """List seconds of the whole batch on a replica, as slow as its group's slowest, with the groups of that pace."""
-        key = run.pool.first, run.pool.alike, run.replicas, run.tensor, run.groups
-        if key not in self._paces:
+        if run.key not in self._paces:
             found: Counter[float] = Counter()
             for number in range(run.groups) if run.pool.marks else [0]:
-                ranks = run.ranks(number)
-                replicas = range(0, run.size, run.tensor) if run.pool.marks else [0]
-                each = [self._on(run, ranks[at : at + run.tensor]) for at in replicas]
-                found[max(each)] += 1 if run.pool.marks else run.groups
-            self._paces[key] = sorted(found.items())
-        return self._paces[key]
+                replicas = range(run.replicas) if run.pool.marks else [0]
+                slowest = max(self._on(run, number, replica) for replica in replicas)
+                found[slowest] += 1 if run.pool.marks else run.groups
+            self._paces[run.key] = sorted(found.items())
+        return self._paces[run.key]
 
-    def _on(self, run: Run, ranks: tuple[int, ...]) -> float:
-        key = run.pool.alike, run.tensor, run.pool.marks_of(ranks) if run.pool.marks else ()
+    def _on(self, run: Run, group: int, replica: int) -> float:
+        key = run.shards_kind(group, replica)
         if key not in self._known:
-            self._known[key] = self._work_on(ranks)
+            first = run.first(group) + replica * run.tensor
+            self._known[key] = self._work_on(run.pool.ranks(first, run.tensor))
         return self._known[key]
 
     def by_floor(self, found: Iterable[GroupOption], room: float) -> Iterator[tuple[float, int]]:
@@ -96,14 +95,13 @@ class Floors:
 
     def _memory_bytes(self, run: Run) -> int:
         """Count the memory of all of a run's devices, each as much as the smallest in its group."""
-        key = run.pool.first, run.pool.alike, run.replicas, run.tensor, run.groups
-        if key not in self._memories:
+        if run.key not in self._memories:
             devices = self.search.cluster.devices
             groups = map(run.ranks, range(run.groups))
-            self._memories[key] = sum(
+            self._memories[run.key] = sum(
                 run.size * min(devices[rank].memory_bytes for rank in g) for g in groups
             )
-        return self._memories[key]
+        return self._memories[run.key]
 
     @cached_property
     def _state_bytes(self) -> int:

@@ -9,7 +9,7 @@ within one, or its size divides all devices; what is left over runs nothing.
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Container, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
@@ -23,36 +23,34 @@ Mark = tuple[Hashable, int]
 class Pool:
     """Nodes in a row that groups are made of: equal ones, or parts of unlike ones."""
 
-    first: int
-    """The rank of its first device."""
-    nodes: int
+    starts: tuple[int, ...]
+    """The rank of the first device of each node."""
     each: int
     """Devices of a node."""
     alike: Hashable
-    """Equal for pools of equal nodes anywhere in the cluster."""
+    """Equal for pools of equal nodes anywhere in the cluster, however many of their devices are in the pool."""
     marks: tuple[Mark, ...] = ()
     """One per device, where they are unlike, or wired in pairs; empty where all are alike."""
+
+    @property
+    def nodes(self) -> int:
+        """The number of its nodes."""
+        return len(self.starts)
 
     @property
     def devices(self) -> int:
         """All its devices."""
         return self.nodes * self.each
 
-    def marks_of(self, ranks: Sequence[int]) -> tuple[Mark, ...]:
-        """Return what tells devices apart, nodes counted from that of the first."""
-        own = [self.marks[rank - self.first] for rank in ranks]
-        return tuple((kind, node - own[0][1]) for kind, node in own)
+    def ranks(self, first: int, count: int) -> tuple[int, ...]:
+        """Return the ranks of ``count`` devices from the ``first`` on, both counted in the pool."""
+        each = self.each
+        return tuple(self.starts[at // each] + at % each for at in range(first, first + count))
 
-    def windows(self, size: int) -> list[tuple[int, ...]]:
-        """List the unlike runs of ``size`` devices within a node: the first of each kind."""
-        if not self.marks:
-            return [tuple(range(self.first, self.first + size))]
-        found: dict[object, tuple[int, ...]] = {}
-        for start in range(self.devices):
-            if start % self.each + size <= self.each:
-                ranks = tuple(range(self.first + start, self.first + start + size))
-                found.setdefault(self.marks_of(ranks), ranks)
-        return list(found.values())
+    def marks_of(self, first: int, count: int) -> tuple[Mark, ...]:
+        """Return what tells such devices apart, nodes counted from that of the first; nothing where all are alike."""
+        own = self.marks[first : first + count]
+        return tuple((kind, node - own[0][1]) for kind, node in own)
 
 
 @dataclass(frozen=True)
@@ -69,29 +67,37 @@ class Run:
         """Devices of a group."""
         return self.replicas * self.tensor
 
-    def ranks(self, group: int) -> tuple[int, ...]:
-        """Return the ranks of one of its groups."""
-        each, size, first = self.pool.each, self.size, self.pool.first
+    @property
+    def key(self) -> Hashable:
+        """Equal for equal runs of one cluster, quicker than all that tells devices apart."""
+        pool = self.pool
+        return pool.starts, pool.each, pool.alike, self.replicas, self.tensor, self.groups
+
+    def first(self, group: int) -> int:
+        """Return the place of a group's first device in the pool."""
+        each, size = self.pool.each, self.size
         if self.pool.devices % size and size < each:
             node, inside = divmod(group, each // size)
-            first += node * each + inside * size
-        else:
-            first += group * size
-        return tuple(range(first, first + size))
+            return node * each + inside * size
+        return group * size
+
+    def ranks(self, group: int) -> tuple[int, ...]:
+        """Return the ranks of one of its groups."""
+        return self.pool.ranks(self.first(group), self.size)
 
     def kind(self, group: int) -> Hashable:
         """Equal for groups of equal devices, arranged and wired alike, anywhere in the cluster."""
-        ranks = self.ranks(group)
-        begins = (ranks[0] - self.pool.first) % self.pool.each
-        place: Hashable = 0 if begins + self.size <= self.pool.each else begins
+        first, each = self.first(group), self.pool.each
+        begins = first % each
+        place: Hashable = 0 if begins + self.size <= each else (each, begins)
         if self.pool.marks:
-            place = self.pool.marks_of(ranks)
+            place = self.pool.marks_of(first, self.size)
         return self.pool.alike, self.replicas, self.tensor, place
 
-    def shards_kind(self, group: int) -> Hashable:
-        """Equal for groups whose first replicas are of equal devices and wired alike."""
-        marks = self.pool.marks_of(self.ranks(group)[: self.tensor]) if self.pool.marks else ()
-        return self.pool.alike, self.tensor, marks
+    def shards_kind(self, group: int, replica: int = 0) -> Hashable:
+        """Equal for replicas of equal devices that are wired alike, anywhere in the cluster."""
+        first = self.first(group) + replica * self.tensor
+        return self.pool.alike, self.tensor, self.pool.marks_of(first, self.tensor)
 
     def __str__(self) -> str:
         parts = [f"{self.groups} group" + "s" * (self.groups > 1)]
@@ -100,37 +106,48 @@ class Run:
         return ", ".join(parts)
 
 
-def divisions(cluster: ClusterSpec) -> list[tuple[Pool, ...]]:
+def divisions(cluster: ClusterSpec, used: Sequence[int] | None = None) -> list[tuple[Pool, ...]]:
     """List the ways to see a cluster: as pools of equal nodes in a row and, if these are several, as one of unlike parts.
 
     Groups from the first have equal devices; from the second they may mix them, and the slowest paces its group.
+    ``used``: its ranks that are seen, from the first of each node on; None: all.
     """
-    nodes = list(_nodes(cluster))
     pools: list[Pool] = []
     marks: list[Mark] = []
-    for (alike, each, pairs), row in groupby(nodes):
-        count, first = len(list(row)), len(marks)
+    nodes = _nodes(cluster, set(range(cluster.world_size) if used is None else used))
+    for (alike, each, pairs), row in groupby(nodes, key=lambda node: node[1:]):
+        starts = tuple(start for start, *_ in row)
         own: list[Mark] = [
-            ((alike, i if pairs else 0), len(pools) + n) for n in range(count) for i in range(each)
+            ((alike, i if pairs else 0), len(pools) + n) for n in range(len(starts)) for i in range(each)
         ]
-        pools.append(Pool(first, count, each, alike, tuple(own) if pairs else ()))
+        pools.append(Pool(starts, each, alike, tuple(own) if pairs else ()))
         marks += own
     if len(pools) == 1:
         return [tuple(pools)]
     each = math.gcd(*(pool.each for pool in pools))
-    return [tuple(pools), (Pool(0, len(marks) // each, each, "mixed", tuple(marks)),)]
+    starts = tuple(start + i for pool in pools for start in pool.starts for i in range(0, pool.each, each))
+    return [tuple(pools), (Pool(starts, each, "mixed", tuple(marks)),)]
 
 
-def _nodes(cluster: ClusterSpec) -> Iterator[tuple[int, int, bool]]:
-    """Yield of each node: equal for equal ones, its devices, whether pairs of them have links of their own."""
+def _nodes(cluster: ClusterSpec, used: Container[int]) -> Iterator[tuple[int, int, int, bool]]:
+    """Yield of each node: its first rank, a number that equal ones share, its devices that are used, whether pairs of them
+    have links of their own. Nodes that are not used are left out."""
     number_of: dict[str, int] = {}
+    ranks_per_node = iter(cluster.ranks_per_node)
     for entry in cluster.nodes:
         full = entry.resolved()
         device = full.device.resolved().model_dump_json(exclude={"name", "preset"}) if full.device else ""
         links = full.links.model_dump_json() if full.links else ""
         alike = number_of.setdefault(f"{full.count} {device} {links}", len(number_of))
         for _ in entry.names():
-            yield alike, full.count or 1, bool(full.links and full.links.pairs)
+            ranks = next(ranks_per_node)
+            if ranks[0] in used:
+                yield (
+                    ranks[0],
+                    alike,
+                    sum(rank in used for rank in ranks),
+                    bool(full.links and full.links.pairs),
+                )
 
 
 def runs(pool: Pool, samples: int) -> Iterator[Run]:

@@ -36,8 +36,8 @@ class GroupsProvider:
     quickly_bounded = False
     simulated_first = SIMULATED_FIRST
     slack = SLACK
-    _surveys: list[Survey] = field(default_factory=list)
-    _seconds: float = math.inf
+    _surveys: list[Survey] = field(default_factory=list, init=False)
+    _seconds: float = field(default=math.inf, init=False)
     """Time that the first search was given."""
 
     def proposals(
@@ -72,7 +72,7 @@ class GroupsProvider:
         survey = self._surveys[0]
         solved = sum(math.isfinite(seconds) for _, seconds in survey.bounds)
         space = (
-            f"equal groups in each pool of equal nodes of {search.cluster.world_size} devices, pools in any order or left "
+            f"equal groups in each pool of equal nodes of {search.world_size} devices, pools in any order or left "
             f"out, cut between {len(search.pieces)} pieces; shards inside a node, replicas around them; "
             f"{solved} of {survey.options} listed degrees and micro-batch counts solved, the rest bounded"
         )
@@ -123,7 +123,7 @@ class GroupsProvider:
         search, batch, wanted = self.search, self.search.job.batch_size, self.search.microbatches
         equal = "equal micro-batches" if wanted == "auto" else f"{wanted} equal micro-batches"
         return InfeasibleError(
-            f"no equal groups of {search.cluster.world_size} devices run {search.graph.model_name} on {batch} samples",
+            f"no equal groups of {search.world_size} devices run {search.graph.model_name} on {batch} samples",
             [
                 f"{batch} samples make no {equal} for any number of replicas and stages, of {len(search.pieces)} pieces "
                 "at most"

@@ -5,6 +5,7 @@ options ─► floor ─► bound by one replica ─► bounds by its own tables
 
 from __future__ import annotations
 
+import copy
 import heapq
 import logging
 import math
@@ -97,11 +98,27 @@ class GroupSearch:
     microbatches: int | Literal["auto"] = "auto"
     schedule: str = "auto"
     recompute: RecomputeMode = "auto"
+    used: Sequence[int] | None = None
+    """Ranks that groups are made of, from the first of each node on; None: all."""
     pieces: Pieces = field(init=False)
     _crossing: dict[int, FloatArray] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.pieces = pieces_of(self.graph)
+
+    @property
+    def world_size(self) -> int:
+        """The number of devices that groups are made of."""
+        return self.cluster.world_size if self.used is None else len(self.used)
+
+    def on(self, ranks: Sequence[int]) -> GroupSearch:
+        """Search on a part of the cluster, with the same tables."""
+        assert (
+            self.tables.floors is self.covers.floors
+        )  # made here, if not before: the part's search has them too
+        search = copy.copy(self)
+        search.used = ranks
+        return search
 
     @cached_property
     def piece_search(self) -> PieceSearch:
@@ -128,7 +145,7 @@ class GroupSearch:
     @phase("options")
     def options(self) -> list[GroupOption]:
         """List all options."""
-        pools, pieces = divisions(self.cluster), len(self.pieces)
+        pools, pieces = divisions(self.cluster, self.used), len(self.pieces)
         return list(options(pools, self.job.batch_size, self.counts, pieces, self.floors.rate, self.schedule))
 
     @cached_property

@@ -94,13 +94,8 @@ class LayerProvider:
             solved,
             split.objective_seconds,
             option=solved.option,
-            identity=(
-                solved.option,
-                solved.ranks,
-                solved.stages.tobytes(),
-                split.recomputed,
-                solved.every_block,
-            ),
+            identity=(solved.option, solved.stages.tobytes(), split.recomputed, solved.every_block),
+            ranks=solved.ranks,
             least_seconds=busiest_seconds(self.search, solved),
             peak_bytes=round(float(self._estimated_bytes(solved).max())),
         )

@@ -104,13 +104,13 @@ def test_a_slow_node_gets_fewer_layers() -> None:
     solved = best(cluster(between=1e8, speeds=(1.0, 3.0)))
     assert solved.option.groups == 2
     layers = np.diff([*solved.pipeline.starts, sum(map(len, solved.steps))]).tolist()
-    of_node = {run.pool.first: count for run, count in zip(solved.option.runs, layers, strict=True)}
+    of_node = {run.pool.starts[0]: count for run, count in zip(solved.option.runs, layers, strict=True)}
     assert of_node[0] < of_node[4]
 
 
 def test_a_slow_node_behind_slow_links_is_left_out() -> None:
     option = best(cluster(between=1e5, speeds=(1.0, 3.0))).option
-    assert [run.pool.first for run in option.runs] == [4]
+    assert [run.pool.starts[0] for run in option.runs] == [4]
 
 
 def test_less_memory_is_never_faster_until_nothing_fits() -> None:

@@ -23,7 +23,7 @@ def random_program(seed: int) -> PipelineProgram:
     groups = draw.choice([2, 3]) if chunks > 1 else draw.choice([1, 2, 3, 4])
     schedule = "interleaved" if chunks > 1 else draw.choice(["1f1b", "gpipe"])
     m = groups * draw.choice([1, 2, 4]) if chunks > 1 else draw.choice([1, 2, 3, 8])
-    runs = (Run(Pool(0, groups, 2, 0), 2, 1, groups),)
+    runs = (Run(Pool(tuple(range(0, 2 * groups, 2)), 2, 0), 2, 1, groups),)
     option = GroupOption(runs, 2, m, schedule, chunks)
     pieces = option.stages + draw.choice([0, 1, 2, 3])
     work = [draw.choice([0.5, 1.0, 1.0, 2.0, draw.random()]) for _ in range(pieces)]

@@ -32,7 +32,7 @@ def plane(seconds: FloatArray) -> FloatArray:
 def bounded(chunks: int, link: float, longer: float = 0.0) -> tuple[Together, PipelineProgram]:
     """Two groups, a second per piece; stages that share a group fit if they take ``longer``, else need far too much."""
     schedule = "interleaved" if chunks > 1 else "1f1b"
-    option = GroupOption((Run(Pool(0, 2, 2, 0), 2, 1, 2),), 2, 8, schedule, chunks)
+    option = GroupOption((Run(Pool(tuple(range(0, 2 * 2, 2)), 2, 0), 2, 1, 2),), 2, 8, schedule, chunks)
     links = [np.full(PIECES + 1, link if k else 0.0) for k in range(option.stages)]
     lengths = np.arange(1.0, PIECES + 1)
     table = cast(Any, SimpleNamespace(plane=plane))
