@@ -17,7 +17,7 @@ from partitioner.record.base import package_version
 from partitioner.record.data import PlanT
 from partitioner.record.describe_certificate import describe_certificate
 from partitioner.record.describe_outline import describe_outline, describe_state, op_amounts
-from partitioner.record.describe_sharding import describe_sharding, whole_ops
+from partitioner.record.describe_sharding import describe_sharding, even_batches, whole_ops
 from partitioner.record.modules import modules_of_stages
 from partitioner.record.records import (
     Alternative,
@@ -101,6 +101,7 @@ def describe(kind: type[PlanT], graph: OpGraph, cluster: ClusterSpec, compiled: 
             *_notes(graph, recompute, sizes),
             *unknown_costs(graph, compiled.costs),
             *whole_ops(compiled),
+            *even_batches(compiled, cluster),
         ),
         outline=describe_outline(
             outcome.judge.graph, sizes[0], op_amounts(outcome.judge.costs, sizes[0], cluster.devices[0])

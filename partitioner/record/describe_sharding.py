@@ -14,8 +14,9 @@ from typing import Any
 
 from torch import fx
 
+from cost_models.cluster import ClusterSpec
 from cost_models.layout import Replicate
-from cost_models.units import percent
+from cost_models.units import counted, percent
 from partitioner.record.modules import range_of
 from partitioner.record.sharding import (
     GradientSumRecord,
@@ -95,6 +96,20 @@ def whole_ops(compiled: Compiled) -> list[str]:
     ]
     more = len(said) - MOST_NOTES
     return [*said[:MOST_NOTES], *([f"{more} more lines are run whole like that"] if more > 0 else [])]
+
+
+def even_batches(compiled: Compiled, cluster: ClusterSpec) -> list[str]:
+    """Say which batches all devices could share equally, where a sharding cannot use them all for this one."""
+    batch, world = compiled.request.job.batch_size, cluster.world_size
+    used = {rank for group in compiled.outcome.best.candidate.groups for rank in group}
+    if compiled.request.strategy not in ("feature", "hybrid") or batch % world == 0 or len(used) == world:
+        return []
+    less = batch - batch % world
+    sizes = f"{less} or {less + world}" if less else str(world)
+    return [
+        f"{counted(len(used), 'device')} of {world} in use: {batch} samples make no {world} equal parts, a batch of "
+        f"{sizes} does"
+    ]
 
 
 def _collective(own: OnMesh, item: Traffic) -> StageCollective:

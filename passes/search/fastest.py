@@ -110,11 +110,11 @@ class _Search:
 
     @property
     def best(self) -> tuple[Provider[Any], Judged[Any]] | None:
-        """The fastest that fits; of those that are equally fast but for rounding, the one that holds least."""
+        """The fastest that fits; of those equally fast but for rounding, the one that holds least, on fewest devices."""
         fitting = [own for own in self.tried if own[1].simulated.fits]
         least = min((own[1].simulated.step_seconds for own in fitting), default=math.inf)
         fastest = [own for own in fitting if own[1].simulated.step_seconds <= least * (1 + ROUNDING)]
-        return min(fastest, key=lambda own: max(own[1].simulated.peak_bytes), default=None)
+        return min(fastest, key=lambda own: _held(own[1].simulated), default=None)
 
     @property
     def best_seconds(self) -> float:
@@ -278,6 +278,11 @@ class _Search:
             f"; and the same on {count} of the cluster, fewer nodes of a kind or fewer devices of each, "
             f"{searched} searched, the rest bounded"
         )
+
+
+def _held(simulated: Simulated) -> tuple[int, int]:
+    """Return the bytes on the fullest device, and the number of devices in use."""
+    return max(simulated.peak_bytes), len({rank for group in simulated.candidate.groups for rank in group})
 
 
 def _least_ratio(tried: Sequence[Judged[Any]]) -> float:

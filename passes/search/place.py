@@ -70,12 +70,15 @@ def _groups(judge: Judge, request: HybridRequest) -> GroupsProvider:
 
 
 def _parts(judge: Judge, request: StagesRequest, groups: GroupsProvider | None) -> Iterator[Part]:
-    """Yield the parts of the cluster that a plan may make do with; none where its devices are fixed."""
+    """Yield the parts of the cluster that a plan may make do with; none where its devices are fixed, no device alone where
+    layouts are: they would say nothing there."""
     if isinstance(request, FeatureRequest) and request.mesh is not None:
         return
     costs, cluster = judge.costs, judge.cluster
     work: dict[Device, float] = {}
     for ranks in parts(cluster):
+        if isinstance(request, FeatureRequest) and request.pins and len(ranks) == 1:
+            continue
         kinds = cluster.unlike(ranks)
         for device in kinds:
             if device not in work:

@@ -89,6 +89,15 @@ def test_any_number_of_devices(devices: int) -> None:
     assert ("nothing to split" in str(plan)) == (devices == 1)
 
 
+def test_a_batch_that_devices_cannot_share_is_noted_with_those_that_they_can() -> None:
+    cluster = ClusterSpec.parse("A100-40GB:7")
+    alone = partition(GRAPH, cluster, batch_size=64, strategy="feature")
+    assert len(alone.used_devices) < 7
+    assert any("64 samples make no 7 equal parts, a batch of 63 or 70 does" in note for note in alone.notes)
+    whole = partition(GRAPH, cluster, batch_size=63, strategy="feature")
+    assert not any("equal parts" in note for note in whole.notes)
+
+
 def test_unequal_devices_are_planned_by_the_slowest_and_that_is_said() -> None:
     cluster = ClusterSpec.load(CLUSTERS / "two-unlike-nodes.yaml")
     plan = partition(GRAPH, cluster, batch_size=12, strategy="feature", mesh=(6,))

@@ -7,6 +7,7 @@ import pytest
 from benchmarks.fuzz_clusters import look_at
 from cost_models.cluster import ClusterSpec
 from cost_models.shrunk import part_of
+from passes.search.hybrid.pools import divisions
 from passes.search.parts import parts
 
 
@@ -30,9 +31,35 @@ def test_parts_are_fewer_nodes_of_a_kind_and_fewer_devices_of_each() -> None:
         (4, 5),
         (0,),
         (4,),
+        (0, 1, 2, 3, 4),  # a device less
+        (0, 1, 2, 4, 5),
         (0, 1, 4, 5),
     ]
-    assert parts(cluster((OLD, 8))) == []
+
+
+def test_parts_of_one_node_are_its_first_devices() -> None:
+    assert parts(cluster((OLD, 4))) == [(0, 1, 2), (0, 1), (0,)]
+    assert parts(ClusterSpec.local(4)) == [], "they share the cores of this machine"
+
+
+def test_a_device_more_or_less_is_among_the_parts_of_many_nodes() -> None:
+    for less, more in (((7, 2, 5, 3, 6), (8, 2, 5, 3, 6)), ((3, 3), (3, 4)), ((2, 2, 2), (2, 2, 3))):
+        each = cluster(*((OLD, count) for count in more)).ranks_per_node
+        part = tuple(rank for ranks, count in zip(each, less, strict=True) for rank in ranks[:count])
+        assert part in parts(cluster(*((OLD, count) for count in more)))
+
+
+def test_groups_on_a_part_are_those_of_a_cluster_like_it() -> None:
+    whole = cluster((OLD, 4), (NEW, 2), (OLD, 4))
+    for ranks in parts(whole):
+        own = divisions(part_of(whole, ranks))
+        seen = divisions(whole, ranks)
+        assert [[(p.nodes, p.each) for p in pools] for pools in own] == [
+            [(p.nodes, p.each) for p in pools] for pools in seen
+        ]
+        for pools, others in zip(own, seen, strict=True):
+            for pool, other in zip(pools, others, strict=True):
+                assert other.ranks(0, other.devices) == tuple(ranks[r] for r in pool.ranks(0, pool.devices))
 
 
 def test_a_node_more_or_less_is_among_the_parts_of_many_kinds() -> None:
@@ -57,7 +84,7 @@ def test_a_part_costs_what_it_costs_in_the_whole() -> None:
     assert part.contention == whole.contention
 
 
-@pytest.mark.parametrize("number", [2, 7])
+@pytest.mark.parametrize("number", [2, 7, 22])
 def test_more_devices_are_never_slower(number: int) -> None:
-    for found in look_at(number, ("feature", "hybrid")):
+    for found in look_at(number, ("layer", "feature", "hybrid")):
         assert found.outcome in ("planned", "refused"), found
