@@ -127,7 +127,14 @@ def look_at(number: int, strategies: Sequence[str] = STRATEGIES) -> Iterator[Fou
 
 def _planned(graph: OpGraph, cluster: ClusterSpec, strategy: str, batch_size: int) -> Plan:
     limit = FREE_SECONDS if strategy == "free" else MOST_SECONDS
-    return partition(graph, cluster, strategy=strategy, batch_size=batch_size, time_limit_seconds=limit)
+    return partition(
+        graph,
+        cluster,
+        strategy=strategy,
+        batch_size=batch_size,
+        micro_couplings=True,
+        time_limit_seconds=limit,
+    )
 
 
 def main() -> int:

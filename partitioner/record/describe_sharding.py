@@ -102,7 +102,8 @@ def even_batches(compiled: Compiled, cluster: ClusterSpec) -> list[str]:
     """Say which batches all devices could share equally, where a sharding cannot use them all for this one."""
     batch, world = compiled.request.job.batch_size, cluster.world_size
     used = {rank for group in compiled.outcome.best.candidate.groups for rank in group}
-    if compiled.request.strategy not in ("feature", "hybrid") or batch % world == 0 or len(used) == world:
+    shared = compiled.request.strategy in ("feature", "hybrid") and 1 < len(used) < world
+    if not shared or batch % world == 0:
         return []
     less = batch - batch % world
     sizes = f"{less} or {less + world}" if less else str(world)

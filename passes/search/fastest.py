@@ -102,6 +102,8 @@ class _Search:
         self.tried: list[tuple[Provider[Any], Judged[Any]]] = []
         self.bounded: list[RunnerUp] = []
         """Proposals that were proved to be slower."""
+        self.searched: list[Part] = []
+        """Parts of the cluster that were searched."""
         self.left_out: list[Part] = []
         """Parts of the cluster that were not searched: what they take at least is no less, or time was up."""
         self.late = False
@@ -158,6 +160,7 @@ class _Search:
             self.left_out.append(part)
             self.late |= may_win
             return
+        self.searched.append(part)
         for provider in part.providers():
             try:
                 self.run(provider, others=1)
@@ -235,7 +238,12 @@ class _Search:
     def _certificate(self, provider: Provider[Any], valued: Valued, *, interrupted: bool) -> Certificate:
         """About the families of all providers that ran, on the whole cluster and on parts of it."""
         proved = [own.proved() for own in self.ran if not isinstance(own, OnPart)]
-        on_parts = [own.proved().bound_seconds for own in self.ran if isinstance(own, OnPart)]
+        floor_of = {part.ranks: part.floor_seconds for part in self.searched}
+        on_parts = [
+            max(own.proved().bound_seconds, floor_of[own.ranks])
+            for own in self.ran
+            if isinstance(own, OnPart)
+        ]
         floors = [part.floor_seconds for part in self.left_out]
         objective = valued.objective_seconds
         least = min([*(own.bound_seconds for own in proved), *on_parts, *floors])
@@ -270,7 +278,7 @@ class _Search:
 
     def _parts_space(self) -> str:
         """Say which parts of the cluster the families were looked at on too."""
-        searched = len({own.ranks for own in self.ran if isinstance(own, OnPart)})
+        searched = len(self.searched)
         if not searched and not self.late:
             return ""
         count = counted(searched + len(self.left_out), "part")

@@ -3,7 +3,7 @@
     nodes 4 4 4 3        fewer nodes of a kind      4 · 4 4 · 4 4 4 · 3 · 4 3 · 4 4 3
                          fewer devices of each      1 · 2 · 3 of one node, 1 1 1 · 2 2 2 · 3 3 3 of all of a kind, 2 2 of
                                                     all but one
-                         a device less              4 4 3 3 · 4 4 4 2
+                         a device less              4 4 3 3 · 4 4 4 2, where nodes are unlike
 
 A part is planned as a cluster of its own; what is found there is a placement on the whole one, and simulated on it.
 """
@@ -105,7 +105,10 @@ def _fewer_devices(kinds: Mapping[Any, Sequence[int]]) -> Iterator[Devices]:
 
 
 def _a_device_less(kinds: Mapping[Any, Sequence[int]]) -> Iterator[Devices]:
-    """Yield everything but one device, of the last node of each kind."""
+    """Yield everything but one device, of the last node of each kind, where nodes are unlike: of equal ones, a plan that
+    suits one device less does not suit the others."""
+    if len(kinds) == 1:
+        return
     full = {node: size for (size, _), nodes in kinds.items() for node in nodes}
     for (size, _), nodes in kinds.items():
         yield {**full, nodes[-1]: size - 1}

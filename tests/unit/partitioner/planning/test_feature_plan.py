@@ -81,20 +81,22 @@ def test_sums_over_a_second_axis_are_of_what_the_first_left() -> None:
 
 @pytest.mark.parametrize("devices", [1, 3, 7])
 def test_any_number_of_devices(devices: int) -> None:
-    plan = partition(
-        GRAPH, ClusterSpec.parse(f"A100-40GB:{devices}"), batch_size=2 * devices, strategy="feature"
-    )
+    cluster = ClusterSpec.parse(f"A100-40GB:{devices}")
+    plan = partition(GRAPH, cluster, batch_size=2 * devices, strategy="feature", mesh=(devices,))
     same(plan)
     assert plan.world_size == devices
     assert ("nothing to split" in str(plan)) == (devices == 1)
 
 
 def test_a_batch_that_devices_cannot_share_is_noted_with_those_that_they_can() -> None:
-    cluster = ClusterSpec.parse("A100-40GB:7")
-    alone = partition(GRAPH, cluster, batch_size=64, strategy="feature")
-    assert len(alone.used_devices) < 7
-    assert any("64 samples make no 7 equal parts, a batch of 63 or 70 does" in note for note in alone.notes)
-    whole = partition(GRAPH, cluster, batch_size=63, strategy="feature")
+    graph, cluster = trace(Gpt(), gpt_batch(4)), ClusterSpec.parse("cpu-worker:7")
+    plan = partition(graph, cluster, batch_size=576, strategy="feature")
+    assert len(plan.used_devices) == 6
+    assert plan.notes[-1] == (
+        "6 devices of 7 in use: 576 samples make no 7 equal parts, a batch of 574 or 581 does"
+    )
+    whole = partition(graph, cluster, batch_size=574, strategy="feature")
+    assert len(whole.used_devices) == 7
     assert not any("equal parts" in note for note in whole.notes)
 
 
@@ -132,7 +134,7 @@ def test_auto_is_hybrid_then_free_and_says_in_two_sentences_why() -> None:
 
 
 def test_what_other_meshes_would_cost_is_told() -> None:
-    plan = partition(GRAPH, ClusterSpec.parse("A100-40GB:4"), batch_size=8, strategy="feature")
+    plan = partition(GRAPH, ClusterSpec.local(4), batch_size=8, strategy="feature")
     meshes = {
         entry.strategy: entry.reason for entry in plan.alternatives if entry.strategy.startswith("mesh")
     }
