@@ -119,7 +119,7 @@ def trace(
         changes.callback(PythonState.of({"": model}, values=False).restore)
         changes.enter_context(training_mode(model, training, notes))
         changes.enter_context(caching_off(model, notes))
-        changes.enter_context(flex_as_ops())
+        changes.enter_context(flex_as_ops(notes))
         changes.enter_context(watch_checkpointing(model, checkpointing))
         changes.enter_context(watch_gradient_hooks(model, notes, whole))
         subject = Subject(

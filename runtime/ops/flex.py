@@ -30,8 +30,10 @@ from runtime.ops.flex_program import evaluate, parse
 
 BLOCK = 128
 """Rows and columns of a block: what torch's ``create_block_mask`` takes if it is told nothing else."""
-_PAIRS_AT_ONCE = 1 << 26
-"""Pairs of query and key whose mask is made at once: 64 MiB per sample and head that it depends on."""
+_PAIRS_AT_ONCE = 1 << 24
+"""Pairs of query and key whose mask is made at once: 128 MiB in 64 bits, per sample and head that it depends on."""
+_MOST_BANDS = 128
+"""Bands of rows of a long mask, of some ten kernels each, that are also traced and priced: of 131,072 tokens 1 GiB each."""
 
 # torch.library leaves its class untyped.
 _LIBRARY = torch.library.Library("partitioner", "FRAGMENT")  # type: ignore[no-untyped-call]
@@ -50,7 +52,7 @@ def block_kinds(operands: Sequence[Tensor], mask: Sequence[str], rows: int, colu
     What is behind the last row or column counts as hidden.
     """
     steps, found = parse(tuple(mask)), []
-    count = max(1, _PAIRS_AT_ONCE // (BLOCK * columns)) * BLOCK
+    count = max(1, _PAIRS_AT_ONCE // (BLOCK * columns), math.ceil(rows / BLOCK / _MOST_BANDS)) * BLOCK
     for first in range(0, rows, count):
         last = min(first + count, rows)
         band = [t.narrow(-2, first, last - first) if t.dim() > 1 and t.shape[-2] > 1 else t for t in operands]

@@ -28,6 +28,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
+from runtime.user_code import caller
+
 # torch.library leaves its class untyped.
 _LIBRARY = torch.library.Library("partitioner", "FRAGMENT")  # type: ignore[no-untyped-call]
 _LIBRARY.define(  # type: ignore[no-untyped-call]
@@ -54,15 +56,15 @@ FLEX_TRACED = torch.ops.partitioner.flex_traced.default
 
 
 @contextlib.contextmanager
-def flex_as_ops() -> Iterator[None]:
-    """Let calls of ``flex_attention`` and ``create_block_mask`` leave ATen ops in a trace.
+def flex_as_ops(notes: list[str]) -> Iterator[None]:
+    """Let calls of ``flex_attention`` and ``create_block_mask`` leave ATen ops in a trace. Adds to ``notes``.
 
     Lists of blocks are for torch's kernels alone, and nothing of a trace reads them. Their making, which cannot be traced
     or fixes the number of samples, is left out.
     """
     from torch._dynamo import _trace_wrapped_higher_order_op as indexing
 
-    masks = _Masks()
+    masks = _Masks(notes)
     lists: dict[str, Any] = {
         "_vmap_for_bhqkv": masks.broadcast,
         "_convert_mask_to_block_mask": _no_blocks,
@@ -160,6 +162,11 @@ def _as_ops(
     if scores is not plain:  # transformers gives a function that may leave them as they are
         probe = plain.detach()
         changed = score_mod(probe, *indices)
+    if changed is not None and changed.requires_grad:
+        masks.notes.append(
+            f"the score function of flex_attention in {caller()} reads what is trained: products on every device, which "
+            f"keep {sizes[1]} x {sizes[2]} x {sizes[3]} scores of each sample, and hidden blocks too"
+        )
     if changed is not None and (changed.requires_grad or not _fixed(*sizes[2:])):
         weights = torch.softmax(hidden, -1)
         if blind is not None:
@@ -204,6 +211,7 @@ def _spread(indices: Sequence[Tensor]) -> list[Tensor]:
 class _Masks:
     """Masks as they were made where ``create_block_mask`` was called: once, for all layers that read them."""
 
+    notes: list[str]
     _made: dict[int, tuple[Callable[..., Tensor], object, Tensor]] = field(default_factory=dict)
     """The function itself, the trace that it was called in, and the mask, by the function's identity."""
 

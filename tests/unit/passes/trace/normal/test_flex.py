@@ -66,6 +66,7 @@ def test_its_graph_computes_what_torch_defines(model: dict[str, bool], ops: set[
     graph = trace(module, batch)
     names = {op_name(node) for node in graph.ops}
     assert ops <= names
+    assert any("keep 4 x 12 x 12 scores" in note for note in graph.notes) == model["score_mod"]
     if not model["documents"]:
         (attention,) = (n for n in graph.ops if op_name(n) == "scaled_dot_product_attention")
         assert attention.args[3] is None  # the mask became is_causal
