@@ -9,8 +9,10 @@ import io
 import os
 import pickle
 import re
+import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -55,7 +57,9 @@ def of_module(name: str, module: nn.Module, model: nn.Module) -> Part:
     if foreign:
         raise UnfitError(f"it uses {foreign[0]}, which belongs to another module")
     state = tuple(tuple(names) for _, names in own)
-    text = f"{type(module).__module__}.{type(module).__qualname__} {_ADDRESS.sub('', repr(module))} {state}"
+    text = (
+        f"{_module_name(type(module))}.{type(module).__qualname__} {_ADDRESS.sub('', repr(module))} {state}"
+    )
     return Part(name, Code(skeleton, state), source_of(type(module).forward), text)
 
 
@@ -76,10 +80,22 @@ def of_function(name: str, function: Any) -> Part:
     called = getattr(function, "forward", function) if isinstance(function, type | nn.Module) else function
     module = type(function) if isinstance(function, nn.Module) else function
     where = getattr(module, "__qualname__", type(module).__qualname__)
-    text = f"{getattr(module, '__module__', '')}.{where}"
+    text = f"{_module_name(module)}.{where}"
     if isinstance(function, nn.Module):
         function = copy.deepcopy(function)
     return Part(name, Code(function), source_of(called), text)
+
+
+def _module_name(defined: Any) -> str:
+    """Return the name of the module that defines a class or function; of a script, the one that importing it would give.
+
+    A process that is spawned from a script knows it as ``__mp_main__``.
+    """
+    name: str = getattr(defined, "__module__", None) or ""
+    if name not in ("__main__", "__mp_main__"):
+        return name
+    file = getattr(sys.modules.get(name), "__file__", None)
+    return "__main__" if file is None else Path(file).stem
 
 
 def _captured(function: Any) -> Iterable[Any]:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import pickle
+import sys
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -263,6 +265,15 @@ def test_it_is_named_with_reason_and_line_and_travels_to_other_processes() -> No
 def test_the_fingerprint_is_that_of_the_code_not_of_the_objects() -> None:
     assert traced(net(Branching(), 6)).fingerprint == traced(net(Branching(), 6)).fingerprint
     assert traced(net(Branching(), 6)).fingerprint != traced(net(nn.Linear(4, 6), 6)).fingerprint
+
+
+def test_a_script_and_what_it_spawns_know_its_classes_by_one_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = set()
+    for name in ("train", "__main__", "__mp_main__"):
+        monkeypatch.setattr(Branching, "__module__", name)
+        monkeypatch.setitem(sys.modules, name, SimpleNamespace(__file__="/home/user/train.py"))
+        found.add(traced(net(Branching(), 6)).fingerprint)
+    assert len(found) == 1
 
 
 def test_equal_parts_are_analysed_once() -> None:
