@@ -171,17 +171,20 @@ def test_verify_runs_the_users_own_code_in_float64(way: str, pool: WorkerPool) -
     assert report.passed, str(report)
 
 
-def test_a_model_that_asks_for_gradients_itself_is_split_by_samples(pool: WorkerPool) -> None:
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_a_model_that_asks_for_gradients_itself_is_split_by_samples(recompute: Any, pool: WorkerPool) -> None:
+    """Recomputed, its own gradients are computed again: a training run shows it."""
     g = torch.Generator().manual_seed(0)
     shapes = {"positions": (8, 5, 3), "energy": (8,), "force": (8, 5, 3)}
     batch = {name: torch.randn(shape, generator=g) for name, shape in shapes.items()}
     torch.manual_seed(0)
     model, given = models.Forces(), {"example_inputs": batch, "loss_fn": models.force_loss}
     plan = partition(
-        model, ClusterSpec.local(2), **given, batch_size=8, strategy="feature", mesh=(2,), pins={"*": "data"}
-    )
+        model, ClusterSpec.local(2), **given, batch_size=8, strategy="feature", mesh=(2,), pins={"*": "data"},
+        recompute=recompute,
+    )  # fmt: skip
     assert any("S0" in text for text in str(plan).splitlines() if "opaque" in text), str(plan)
-    report = plan.verify(model, **given, pool=pool)
+    report = plan.verify(model, **given, pool=pool, train=recompute == "full")
     assert report.passed, str(report)
 
 

@@ -119,9 +119,13 @@ def run(
 
 
 def assert_like_whole_batch(
-    graph: OpGraph, loss_fn: Callable[..., Any], whole: Mapping[str, Tensor], microbatches: int
+    graph: OpGraph,
+    loss_fn: Callable[..., Any],
+    whole: Mapping[str, Tensor],
+    microbatches: int,
+    make: Callable[[], nn.Module] | None = None,
 ) -> None:
-    model, reference = Tagger(), Tagger()
+    model, reference = (make or Tagger)(), (make or Tagger)()
     expected = loss_fn(reference(whole["tokens"]), whole)
     torch.autograd.backward(expected)
     found = run(graph, model, whole, microbatches)["loss"]

@@ -180,6 +180,24 @@ def test_micro_batches_make_the_whole_batchs_loss(name: str) -> None:
         assert_like_whole_batch(graph, loss_fn, whole, microbatches)
 
 
+class Decayed(Tagger):
+    """Terms of the parameters alone beside the logits."""
+
+    def forward(self, tokens: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        decay = 0.1 * self.head.weight.square().sum() + self.embed.weight.norm() + self.head.bias.abs().mean()
+        return super().forward(tokens), decay
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_terms_of_the_parameters_count_once(reduction: str) -> None:
+    def loss(o: tuple[Tensor, Tensor], b: Batch) -> Tensor:
+        return F.cross_entropy(o[0][:, 0], b["tokens"][:, 0], reduction=reduction) + o[1]
+
+    graph = trace(Decayed(), batch(3), loss_fn=loss)
+    assert couplings(graph) == ()
+    assert_like_whole_batch(graph, loss, batch(7), 3, Decayed)
+
+
 @pytest.mark.parametrize("name", WHOLE)
 def test_what_only_the_whole_batch_has_is_coupled(name: str) -> None:
     graph = trace(Tagger(), batch(3), loss_fn=WHOLE[name])
