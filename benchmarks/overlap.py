@@ -83,7 +83,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     chosen = [case for case in cases() if fnmatch.fnmatch(case.name, options.only)]
     torch.set_num_threads(1)
     os.environ[VARIABLE] = str(options.calibration or calibrated())
-    print(f"computing beside a message takes {ClusterSpec.local(2).contention:.2f}x")
+    print(f"computing beside a message takes {ClusterSpec.local(2).contention([0, 1]):.2f}x")
     load = os.getloadavg()[0]
     print(HEAD)
     for case in chosen:

@@ -206,12 +206,11 @@ class ClusterSpec(Section):
     def __hash__(self) -> int:
         return self._hash
 
-    @cached_property
-    def contention(self) -> float:
-        """Factor by which a rank's computes slow down while a transfer of that rank is under way."""
+    def contention(self, ranks: Iterable[int]) -> float:
+        """Factor by which computes of these ranks slow down while transfers of theirs are under way."""
         if self.host_costs.contention is not None:
             return self.host_costs.contention
-        return GPU_CONTENTION if any(device.kind == "cuda" for device in self.devices) else 1.0
+        return GPU_CONTENTION if any(self.devices[rank].kind == "cuda" for rank in ranks) else 1.0
 
     @cached_property
     def _hash(self) -> int:

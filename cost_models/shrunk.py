@@ -47,7 +47,7 @@ def part_of(cluster: ClusterSpec, ranks: Sequence[int]) -> ClusterSpec:
         nodes=nodes,
         network=cluster.network,
         provenance=cluster.provenance,
-        host_costs=cluster.host_costs.model_copy(update={"contention": cluster.contention}),
+        host_costs=cluster.host_costs,
     )
     part.__dict__["devices"] = tuple(
         replace(device, rank=rank, node=numbers[device.node]) for rank, device in enumerate(used)

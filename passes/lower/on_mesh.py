@@ -262,7 +262,7 @@ def _hidden_seconds(
             layers = [index_of[name] for name in beside[item.node]]
             computing = max(costs.weight_gradient_seconds(layers, units, device) for device in devices)
             sending = item.seconds(links[item.axis])
-            total += float(hidden_seconds(sending, computing, cluster.contention))
+            total += float(hidden_seconds(sending, computing, cluster.contention(mesh.ranks)))
     return total
 
 
@@ -298,7 +298,7 @@ def _hidden_ahead(
         ops = [index_of[name] for name in beside.ops if name in index_of]
         computing = max(_computing(costs, ops, again, units, device, beside.backward) for device in devices)
         sending = sum(t.seconds(links[t.axis]) for t in sent)
-        hidden[beside.backward] += float(hidden_seconds(sending, computing, cluster.contention))
+        hidden[beside.backward] += float(hidden_seconds(sending, computing, cluster.contention(mesh.ranks)))
         if beside.backward:
             held = sum(back[name].whole_bytes for name in beside.held if name in back)
             most = max(most, held + sum(t.whole_bytes for t in sent))

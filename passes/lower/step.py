@@ -104,7 +104,7 @@ def simulate_step(
     simulation = simulate_groups(
         programs,
         links=cluster,
-        contention=cluster.contention,
+        contention=cluster.contention({rank for s in programs.graph.segments for rank in s.ranks}),
         overheads=Overheads(host.compute_overhead, host.send_overhead, host.receive_overhead),
         state_bytes=step.state_bytes,
         microbatch_scale=[size / sizes[0] for size in sizes],

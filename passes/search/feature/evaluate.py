@@ -309,7 +309,7 @@ class WholeGraph:
         if not rows:
             return 0.0
         computing = local_weight_seconds(self.costs, rows, self.samples, self.setting.devices)
-        contention = self.setting.cluster.contention
+        contention = self.setting.cluster.contention(self.placement.mesh.ranks)
         return float(hidden_seconds(np.array(sums), computing, contention).sum())
 
     def placeholders(self, deferred: Mapping[str, tuple[bool, ...]]) -> tuple[float, float, float]:

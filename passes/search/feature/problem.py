@@ -147,7 +147,7 @@ def build_problem(
     samples = setting.job.batch_size // microbatches
     symbols = {**space.graph.example_sizes, space.graph.batch.batch_symbol: samples}
     bridges = bridges or Bridges(mesh.shape, setting.links(mesh))
-    contention = setting.cluster.contention
+    contention = setting.cluster.contention(mesh.ranks)
     empty = FeatureProblem(
         space,
         mesh,

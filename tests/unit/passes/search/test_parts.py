@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.fuzz_clusters import look_at
+from benchmarks.fuzz_clusters import KINDS, look_at
 from cost_models.cluster import ClusterSpec
 from cost_models.shrunk import part_of
 from passes.search.hybrid.pools import divisions
@@ -81,7 +81,15 @@ def test_a_part_costs_what_it_costs_in_the_whole() -> None:
     for a in range(3):
         for b in range(3):
             assert part.path(a, b) == whole.path(ranks[a], ranks[b])
-    assert part.contention == whole.contention
+
+
+def test_a_part_without_cards_is_not_slowed_by_cards_that_lie_idle() -> None:
+    processor = {"name": "n1", "count": 2, "device": KINDS[3]["device"], "links": KINDS[3]["links"]}
+    whole = ClusterSpec.from_dict(
+        {"nodes": [{"name": "n0", "count": 2, **KINDS[0]}, processor], "network": "Ethernet-25G"}
+    )
+    assert whole.contention([0, 2]) == whole.contention([1]) > 1.0
+    assert whole.contention([2, 3]) == part_of(whole, (2, 3)).contention([0, 1]) == 1.0
 
 
 @pytest.mark.parametrize("number", [2, 7, 22])
