@@ -75,8 +75,8 @@ class AttentionBackend:
     allows_mask: bool = True
     allows_dropout: bool = True
     copies_gradients: bool = False
-    """Gradients of heads that several queries share are made once per query's head, and summed behind the kernel
-    (``dk_expanded`` and ``dv_expanded`` of FlashAttention-2)."""
+    """Gradients of heads that several queries share are made once per query's head, and summed behind the kernel (as
+    FlashAttention-2 does)."""
 
 
 BACKENDS: Mapping[str, AttentionBackend] = MappingProxyType(
@@ -104,7 +104,7 @@ BACKENDS: Mapping[str, AttentionBackend] = MappingProxyType(
 MAX_FLASH_HEAD_DIM = 256
 HALF_TYPES = (torch.float16, torch.bfloat16)
 MIN_FLEX_HEAD_DIM = 16
-"""Narrower heads have no kernel (``torch/_inductor/kernel/flex/flex_attention.py``)."""
+"""Narrower heads have no kernel (torch/_inductor/kernel/flex/flex_attention.py)."""
 
 
 def choose_backend(call: AttentionCall, device_kind: str, requested: str | None = None) -> str:
