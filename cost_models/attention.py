@@ -104,7 +104,7 @@ BACKENDS: Mapping[str, AttentionBackend] = MappingProxyType(
 MAX_FLASH_HEAD_DIM = 256
 HALF_TYPES = (torch.float16, torch.bfloat16)
 MIN_FLEX_HEAD_DIM = 16
-"""Narrower heads have no kernel (torch/_inductor/kernel/flex/flex_attention.py)."""
+"""Narrower heads have no kernel in torch._inductor."""
 
 
 def choose_backend(call: AttentionCall, device_kind: str, requested: str | None = None) -> str:
