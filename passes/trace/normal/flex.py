@@ -68,7 +68,7 @@ def flex_as_ops(notes: list[str]) -> Iterator[None]:
     lists: dict[str, Any] = {
         "_vmap_for_bhqkv": masks.broadcast,
         "_convert_mask_to_block_mask": _no_blocks,
-        "_transpose_ordered": lambda count, indices: (count, indices),
+        "_transpose_ordered": lambda count, indices, *_: (count, indices),
     }
     with (
         _padding_kept(),
