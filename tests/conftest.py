@@ -15,6 +15,9 @@ from typing import Any
 import pytest
 from hypothesis import settings
 
+from benchmarks.faults import stay_forkable
+
+stay_forkable()  # before a test plans anything, be it while it is imported
 os.environ["PARTITIONER_CALIBRATION"] = "none"
 
 FOLDER = Path(__file__).parent / "golden"

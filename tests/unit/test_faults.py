@@ -8,10 +8,8 @@ import pytest
 
 from benchmarks.fault_plans import PLANS
 from benchmarks.fault_table import FAULTS, Fault
-from benchmarks.faults import copied_checkout, planted, run_probe, stay_forkable
+from benchmarks.faults import copied_checkout, planted, run_probe
 from tests.support.matrix import thinned
-
-stay_forkable()  # before any test runs
 
 ROOT = Path(__file__).parents[2]
 FEW = ("a message on a queue of its own", "a mean over ranks is not divided by them")
