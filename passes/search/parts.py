@@ -4,6 +4,7 @@
                          fewer devices of each      1 · 2 · 3 of one node, 1 1 1 · 2 2 2 · 3 3 3 of all of a kind, 2 2 of
                                                     all but one
                          a device less              4 4 3 3 · 4 4 4 2, where nodes are unlike
+                         as few nodes as hold them  4 1 · 4 2 · … · 4 4 4 1 · 4 4 4 2, where nodes of a kind differ in size
 
 A part is planned as a cluster of its own; what is found there is a placement on the whole one, and simulated on it.
 """
@@ -42,7 +43,12 @@ def parts(cluster: ClusterSpec) -> list[tuple[int, ...]]:
     kinds: dict[object, list[int]] = {}
     for node, alike in enumerate(_kinds(cluster)):
         kinds.setdefault((len(each[node]), alike), []).append(node)
-    used = [*_fewer_nodes(list(kinds.values()), each), *_fewer_devices(kinds), *_a_device_less(kinds)]
+    used = [
+        *_fewer_nodes(list(kinds.values()), each),
+        *_fewer_devices(kinds),
+        *_a_device_less(kinds),
+        *_filled(kinds),
+    ]
     found = {
         tuple(rank for node, ranks in enumerate(each) for rank in ranks[: counts.get(node, 0)])
         for counts in used
@@ -112,6 +118,23 @@ def _a_device_less(kinds: Mapping[Any, Sequence[int]]) -> Iterator[Devices]:
     full = {node: size for (size, _), nodes in kinds.items() for node in nodes}
     for (size, _), nodes in kinds.items():
         yield {**full, nodes[-1]: size - 1}
+
+
+def _filled(kinds: Mapping[Any, Sequence[int]]) -> Iterator[Devices]:
+    """Yield any number of devices on as few nodes as hold them, where nodes of a kind differ in their number of devices."""
+    nodes_of: dict[object, list[tuple[int, int]]] = {}
+    for (size, alike), nodes in kinds.items():
+        nodes_of.setdefault(alike, []).extend((size, node) for node in nodes)
+    for found in nodes_of.values():
+        found.sort(key=lambda own: (-own[0], own[1]))
+        if found[0][0] == found[-1][0]:
+            continue
+        for count in _few(sum(size for size, _ in found)):
+            used, left = dict[int, int](), count
+            for size, node in found:
+                used[node] = min(size, left)
+                left -= used[node]
+            yield used
 
 
 @dataclass(frozen=True, eq=False)
