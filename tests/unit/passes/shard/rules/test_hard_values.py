@@ -52,7 +52,10 @@ def odd_numbers(value: Tensor, random: Random) -> Tensor:
         return value
     chance = torch.rand(value.shape)
     if random.random() < 0.5:
-        return value.round().masked_fill(chance < 0.15, float("nan"))
+        whole = (
+            torch.view_as_complex(torch.view_as_real(value).round()) if value.is_complex() else value.round()
+        )
+        return whole.masked_fill(chance < 0.15, float("nan"))
     return value.masked_fill(chance < 0.1, float("inf")).masked_fill(chance > 0.9, float("-inf"))
 
 
