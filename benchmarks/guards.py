@@ -10,8 +10,8 @@
     placement/GRAPH/SEARCH         the cost graphs of benchmarks/device_placement.py, in their own unit of time
 
 The clock stands still, so searches end by the work they have done and find the same on every run; it goes where nothing
-fits and only the time limit ends the search (``BY_CLOCK``). A step or a gap above that of the file is WORSE, and a hybrid plan
-that is slower than another of its cell is SLOWER. The exit code is 1 if anything is.
+fits and only the time limit ends the search (``BY_CLOCK``). A step or a gap above that of the file is WORSE, a hybrid plan
+slower than another of its cell is SLOWER. The exit code is 1 if anything is.
 """
 
 from __future__ import annotations
