@@ -46,7 +46,6 @@ class StageWish:
     """None: searched."""
     pins: Mapping[str, Pin]
     """The pins of the whole model's nodes."""
-    reserved_bytes: float = 0.0
     again: Regions = ()
     """The ops of each block that backward computes again."""
 
@@ -155,7 +154,6 @@ class StageSearch:
             structure_of(part, {**marks, **dict.fromkeys(_nodes_of(part, place.shared), "shared")}),
             stage.axes,
             mesh,
-            stage.reserved_bytes,
             tuple(tuple(position[op] for op in names) for names in stage.again),
             place.crossing_seconds_per_byte,
             tuple(shares.values()),
@@ -168,7 +166,6 @@ class StageSearch:
                 time_limit_seconds=self.time_limit_seconds,
                 mesh=mesh,
                 max_axes=MAX_AXES,
-                reserved_bytes=stage.reserved_bytes,
                 part=place,
             )
             costs = costs_of(part, self.cluster)

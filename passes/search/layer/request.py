@@ -34,8 +34,6 @@ class LayerRequest(Request):
     recompute: RecomputeMode = "auto"
     simulations: int = 12
     """Candidates simulated at most."""
-    simulation_seconds: float = 20.0
-    """Seconds after which no further candidate is simulated, once one fits."""
 
 
 def prepare(graph: OpGraph, costs: GraphCosts, cluster: ClusterSpec, request: LayerRequest) -> LayerSearch:

@@ -36,8 +36,6 @@ class LayerTuning:
     one_of_each: float = 1.25
     """Every schedule whose best surrogate is within this factor of the best of all is simulated at least once. By hand,
     above the surrogate's worst error."""
-    another_search: float = 1.01
-    """Factor by which the best that fits must be slower than one that overflows for another search. By hand."""
     most_scale: int = 1 << 20
     """Times a device's memory up to which the least-bad split is looked for."""
     growth: tuple[int, ...] = (2, 4, 8, 16)
