@@ -10,7 +10,7 @@ export OMP_NUM_THREADS ?= 1
 # compile our sources anew, a second of processor time.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: help setup demo test test-all test-newest browser browser-setup lint verify-all odd-models architectures fuzz golden house faults bounds bench predict gpu published intervals checkpoint generated docs test-docs wheel clean
+.PHONY: help setup demo test test-all test-newest browser browser-setup lint verify-all odd-models architectures fuzz golden guards house faults bounds bench predict gpu published intervals checkpoint generated docs test-docs wheel clean
 
 help:
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 14
@@ -74,6 +74,9 @@ fuzz: setup  ## 10,000 random partitions of random models, verified; FUZZ="--mod
 
 golden: setup  ## sixty plans of every kind as canonical text, compared with the hashes in benchmarks/
 	$(BIN)/python -m benchmarks.golden_plans
+
+guards: setup  ## plans of the searches compared with the numbers in benchmarks/data; GUARDS="--only cell/gpt2/*"
+	$(BIN)/python -m benchmarks.guards $(GUARDS)
 
 house: setup  ## files, rooms, layers, circles, homonyms, constants and lines of this checkout
 	$(BIN)/python -m benchmarks.house
