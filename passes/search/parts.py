@@ -25,7 +25,8 @@ from passes.search.provider import Judged, Proposal, Proved, Provider, SolvedT, 
 
 MOST_PARTS = 24
 """Ways to leave nodes out up to which all are tried: three kinds of two nodes have 26. Beyond: a node, or all nodes
-but those of one kind and some of these. By hand: a search of each part takes a second or more."""
+but those of one kind and some of these. Devices of a kind, of which any number is tried. By hand: a search of each part
+takes a second or more."""
 
 Devices: TypeAlias = Mapping[int, int]
 """Node -> how many of its devices are used, from its first on."""
@@ -129,7 +130,8 @@ def _filled(kinds: Mapping[Any, Sequence[int]]) -> Iterator[Devices]:
         found.sort(key=lambda own: (-own[0], own[1]))
         if found[0][0] == found[-1][0]:
             continue
-        for count in _few(sum(size for size, _ in found)):
+        total = sum(size for size, _ in found)
+        for count in range(1, total) if total <= MOST_PARTS else _few(total):
             used, left = dict[int, int](), count
             for size, node in found:
                 used[node] = min(size, left)
