@@ -225,16 +225,12 @@ def transferred_bytes(call: AttentionCall) -> tuple[int, int]:
     out, and writes three gradients (and twice the query's accumulator). Heads that are copied inside the op are copied
     besides, and so are their gradients.
     """
-    query, key, value = (
-        math.prod(shape) * call.dtype.itemsize for shape in (call.query, call.key, call.value)
-    )
+    query, key, value = (_bytes(shape, call) for shape in (call.query, call.key, call.value))
     out = math.prod((*call.query[:-1], call.value[-1])) * call.dtype.itemsize
     statistics = call.rows * call.logsumexp_itemsize
     mask = math.prod(call.mask) * call.dtype.itemsize if call.mask is not None else 0
-    if call.visible is not None:
-        mask = (
-            3 * call.listed_bytes
-        )  # flex_attention has lists in its place: read, copied, and the copies read
+    if call.visible is not None:  # flex_attention has lists in its place: read, copied, and the copies read
+        mask = 3 * call.listed_bytes
     forward = query + key + value + mask + out + statistics
     backward = forward + out + query + key + value
     copies = 2 * (key + value) if call.copies_heads else 0

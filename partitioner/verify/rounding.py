@@ -49,9 +49,7 @@ class RoundedOnceMore(TorchDispatchMode):  # type: ignore[no-untyped-call]  # it
         results = func(*args, **(kwargs or {}))
         schema = getattr(func, "_schema", None)
         if schema is None or any(result.alias_info for result in schema.returns):
-            return (
-                results  # views, and what is written in place: their contents were moved where they were made
-            )
+            return results  # views and what is written in place: moved where their contents were made
         return tree_map_only(Tensor, self._moved, results)
 
     def _moved(self, made: Tensor) -> Tensor:

@@ -112,12 +112,11 @@ class GroupSearch:
         return self.cluster.world_size if self.used is None else len(self.used)
 
     def on(self, ranks: Sequence[int]) -> GroupSearch:
-        """Search on a part of the cluster, with the same tables."""
-        assert (
-            self.tables.floors is self.covers.floors
-        )  # made here, if not before: the part's search has them too
+        """Search on a part of the cluster, with the same tables, be they made here or before."""
         search = copy.copy(self)
         search.used = ranks
+        search.piece_search, search.floors = self.piece_search, self.floors
+        search.covers, search.tables = self.covers, self.tables
         return search
 
     @cached_property
