@@ -9,7 +9,6 @@ import json
 import math
 import os
 from collections.abc import Collection
-from dataclasses import asdict
 from typing import ClassVar, Literal, get_args
 
 from pydantic import Field, model_validator
@@ -19,7 +18,7 @@ from cost_models.shown import printable
 from cost_models.units import counted, format_bytes, percent
 from partitioner.cost_graphs.outline import GraphOutline, outline_contradictions, outline_of
 from partitioner.cost_graphs.read import GraphFormat, ReadGraph
-from partitioner.record.base import Amount, CertificateRecord, Natural, Record, package_version
+from partitioner.record.base import Amount, CertificateField, Natural, Record, package_version
 from partitioner.record.file import PlanFile, read_text
 from partitioner.record.modules import shorten
 from partitioner.report.text import columns, labelled
@@ -68,20 +67,6 @@ class GraphPrediction(Record):
     transfers: Amount = Field(description="part of all loads that is sending and receiving")
 
 
-class GraphCertificate(CertificateRecord):
-    """The quality that the placement is known to have.
-
-    What is called seconds is in the plan's ``cost_unit``, but for ``search_seconds``.
-    """
-
-    objective_seconds: Amount = Field(description="in cost_unit")
-    bound_seconds: Amount = Field(description="in cost_unit: no placement of the space is below")
-    gap: float = Field(description="(objective - bound) / objective; 0: proved optimal")
-    simulated_lower_bound_seconds: Amount = Field(
-        description="in cost_unit: the bound, as nothing is simulated"
-    )
-
-
 class GraphPlan(PlanFile):
     """A placement of a cost graph; of a profile by strategy ``feature``, the layout of every node on all devices."""
 
@@ -103,7 +88,7 @@ class GraphPlan(PlanFile):
         default={}, description="strategy feature: how every node is spread over all devices"
     )
     prediction: GraphPrediction
-    certificate: GraphCertificate
+    certificate: CertificateField = Field(description="seconds are in cost_unit, but for search_seconds")
     outline: GraphOutline | None = Field(
         default=None, description="the graph itself, for pictures; null: made before plans had it"
     )
@@ -207,7 +192,7 @@ def _record(read: ReadGraph, found: PlacementResult, contiguous: bool, objective
             memory=dict(zip(devices, costs.memory, strict=True)),
             transfers=costs.transfers,
         ),
-        certificate=GraphCertificate(**asdict(found.certificate)),
+        certificate=found.certificate,
         outline=outline_of(graph, found.placement, bytes_per_cost(read)),
     )
 

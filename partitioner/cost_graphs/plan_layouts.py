@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, replace
+from dataclasses import replace
 
 from cost_models.errors import UsageError
 from partitioner.cost_graphs.outline import outline_of
 from partitioner.cost_graphs.pipedream import PipeDreamProfile
 from partitioner.cost_graphs.pipedream_layouts import kind_of, layout_problem
 from partitioner.cost_graphs.plan import (
-    GraphCertificate,
     GraphPlan,
     GraphPrediction,
     MachineInfo,
@@ -63,17 +62,16 @@ def plan_feature_wise(read: ReadGraph, time_limit_seconds: float = 60.0) -> Grap
     )
 
 
-def _per_minibatch(certificate: Certificate, value: float) -> GraphCertificate:
+def _per_minibatch(certificate: Certificate, value: float) -> Certificate:
     """Say of the ms of a mini-batch what is proved of a step."""
     bound = value * (1 - certificate.gap)
-    scaled = replace(
+    return replace(
         certificate,
         objective=OBJECTIVE,
         objective_seconds=value,
         bound_seconds=bound,
         simulated_lower_bound_seconds=bound,
     )
-    return GraphCertificate(**asdict(scaled))
 
 
 def _unknown(profile: PipeDreamProfile) -> tuple[str, ...]:

@@ -15,8 +15,8 @@ from typing import Any
 from cost_models.units import runs
 from partitioner.record.data import PlanData
 from partitioner.record.outline import ModelOutline
-from partitioner.record.sharding import StageCollective
 from partitioner.report.sharding import collective_name
+from passes.shard.sent import StageCollective
 
 _BEFORE_OP = "__"
 """The mark between value and op in a bridge's name, as ``passes.shard.shard`` makes it: add_1__all_gather_tensor."""

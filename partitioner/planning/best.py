@@ -81,7 +81,7 @@ def _fastest_plan(
         update={
             "alternatives": (*others, *plan.alternatives),
             "not_considered": AUTO_NOT_CONSIDERED,
-            "certificate": plan.certificate.model_copy(update={"solver_status": status}),
+            "certificate": replace(plan.certificate, solver_status=status),
             "notes": (*why_it_won(best, found), *plan.notes),
         }
     )

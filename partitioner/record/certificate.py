@@ -18,16 +18,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from partitioner.record.base import CertificateRecord, PipelineTermsRecord
+from passes.search.certificate import ROUNDING, Certificate, PipelineTerms
 
 if TYPE_CHECKING:
     from partitioner.record.records import PlanFields
 
-ROUNDING = 1e-9
-"""Relative difference that sums in another order may make."""
 
-
-def added_up(terms: PipelineTermsRecord) -> tuple[float, float]:
+def added_up(terms: PipelineTerms) -> tuple[float, float]:
     """Return objective and bound in seconds; a bound is infinite where no option fits."""
     m, chunks = terms.microbatches, terms.chunks
     own = [
@@ -79,7 +76,7 @@ def contradictions(plan: PlanFields) -> Iterator[str]:
     yield from _sums(certificate, terms)
 
 
-def _of_schedule(schedule: str, terms: PipelineTermsRecord) -> Iterator[str]:
+def _of_schedule(schedule: str, terms: PipelineTerms) -> Iterator[str]:
     """Yield what the schedule says otherwise."""
     where, m, count = "certificate.terms", terms.microbatches, len(terms.in_flight)
     fill = {"interleaved": 1 / terms.chunks, "zb-h1": 1 / 3, "zb-h2": 1 / 3, "zb-v": 1 / 6}.get(schedule, 1.0)
@@ -92,7 +89,7 @@ def _of_schedule(schedule: str, terms: PipelineTermsRecord) -> Iterator[str]:
         yield f"{where}.in_flight: {max(terms.in_flight)} of {m} micro-batches"
 
 
-def _sums(certificate: CertificateRecord, terms: PipelineTermsRecord) -> Iterator[str]:
+def _sums(certificate: Certificate, terms: PipelineTerms) -> Iterator[str]:
     """Yield the sums that are not those of the terms."""
     objective, least = added_up(terms)
     bound = min(least, objective)

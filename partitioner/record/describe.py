@@ -15,7 +15,6 @@ from cost_models.precision import NAMES
 from cost_models.units import counted, format_bytes, percent
 from partitioner.record.base import package_version
 from partitioner.record.data import PlanT
-from partitioner.record.describe_certificate import describe_certificate
 from partitioner.record.describe_outline import describe_outline, describe_state, op_amounts
 from partitioner.record.describe_sharding import describe_sharding, even_batches, whole_ops
 from partitioner.record.modules import modules_of_stages
@@ -24,7 +23,6 @@ from partitioner.record.records import (
     ModelInfo,
     Prediction,
     ProofRecord,
-    SplitRecord,
     Stage,
     StageValue,
     TiedParameter,
@@ -72,7 +70,7 @@ def describe(kind: type[PlanT], graph: OpGraph, cluster: ClusterSpec, compiled: 
         loss_reduction=graph.loss_reduction,
         opaque=graph.opaque,
         recompute=recompute,
-        splits=tuple(SplitRecord(op=s.op, dim=s.dim, sizes=s.sizes) for s in outcome.splits),
+        splits=outcome.splits,
         stages=_stages(compiled),
         # On shards, what every rank computes for itself is not told apart.
         recomputed=tuple(sorted(realized.segmentation.recomputed)),
@@ -91,7 +89,7 @@ def describe(kind: type[PlanT], graph: OpGraph, cluster: ClusterSpec, compiled: 
         update_bytes={str(r): size for r, size in enumerate(realized.step.update_bytes)},
         attention_backend=compiled.costs.attention_backend,
         prediction=_prediction(graph, cluster, compiled),
-        certificate=describe_certificate(outcome.certificate),
+        certificate=outcome.certificate,
         alternatives=_alternatives(compiled),
         not_considered=STRATEGIES[request.strategy].words.not_considered,
         proof=ProofRecord.model_validate(compiled.proof, from_attributes=True),

@@ -18,22 +18,13 @@ from cost_models.cluster import ClusterSpec
 from cost_models.layout import Replicate
 from cost_models.units import counted, percent
 from partitioner.record.modules import range_of
-from partitioner.record.sharding import (
-    GradientSumRecord,
-    LayoutRow,
-    StageCollective,
-    StageSharding,
-    UpdateGatherRecord,
-    texts_of,
-)
+from partitioner.record.sharding import LayoutRow, StageSharding, texts_of
 from passes.compile import Compiled
 from passes.costs.costs import GraphCosts
 from passes.graph.graph import OpGraph
 from passes.lower.on_mesh import OnMesh
 from passes.search.infeasible import op_words
-from passes.shard.traffic import Traffic
 from passes.shard.words import Placements, operands, placements_text
-from runtime.mesh.ranks_along import JOINT, all_ranks_along
 
 WORTH_A_NOTE = 0.01
 """The least share of a step that is told: less is below what predictions are off by (docs/10: 1.2%)."""
@@ -53,24 +44,9 @@ def describe_sharding(compiled: Compiled, stage: int) -> StageSharding:
     return StageSharding(
         **fields,
         samples_multiple=own.samples_multiple,
-        collectives=tuple(_collective(own, item) for item in own.traffic),
-        sums=tuple(
-            GradientSumRecord(
-                parameters=item.parameters,
-                axes=item.sync.axes,
-                scattered=item.sync.scattered,
-                size_bytes=item.size_bytes,
-                seconds=item.seconds,
-                ready=item.ready,
-            )
-            for item in own.sums
-        ),
-        gathers=tuple(
-            UpdateGatherRecord(
-                axis=item.axis, parameters=item.parameters, size_bytes=item.whole_bytes, seconds=item.seconds
-            )
-            for item in own.gathers
-        ),
+        collectives=own.collectives,
+        sums=own.sums,
+        gathers=own.gathers,
         layouts=_layout_rows(graph, own, compiled.costs),
         discovered_ops=origins.discovered,
         replicated_ops=origins.replicated,
@@ -111,19 +87,6 @@ def even_batches(compiled: Compiled, cluster: ClusterSpec) -> list[str]:
         f"{counted(len(used), 'device')} of {world} in use: {batch} samples make no {world} equal parts, a batch of "
         f"{sizes} does"
     ]
-
-
-def _collective(own: OnMesh, item: Traffic) -> StageCollective:
-    ranks = len(all_ranks_along(own.placement.mesh, item.axis.split(JOINT))[0])
-    return StageCollective(
-        value=item.node,
-        kind=item.kind,
-        axis=item.axis,
-        size_bytes=item.whole_bytes,
-        sent_bytes=item.sent_bytes(ranks),
-        backward=item.backward,
-        seconds=item.seconds(own.links[item.axis]),
-    )
 
 
 def _layout_rows(graph: OpGraph, own: OnMesh, costs: GraphCosts) -> tuple[LayoutRow, ...]:

@@ -7,6 +7,7 @@ simulate_plan(other, at_costs_of(other, proved_programs(plan))).step_seconds
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from cost_models.cluster import ClusterSpec
@@ -129,11 +130,11 @@ def _stage_on(plan: PlanData, stage: Stage, cluster: ClusterSpec) -> tuple[Stage
     for item in sharding.collectives:
         seconds = item.seconds * ratio(tuple(item.axis.split(JOINT)), item.kind, item.size_bytes)
         added[item.backward] += seconds - item.seconds
-        collectives.append(item.model_copy(update={"seconds": seconds}))
+        collectives.append(replace(item, seconds=seconds))
     for summed in sharding.sums:
         kind = "reduce_scatter" if summed.scattered else "all_reduce"
         seconds = summed.seconds * ratio(summed.axes, kind, sum(summed.size_bytes))
-        sums.append(summed.model_copy(update={"seconds": seconds}))
+        sums.append(replace(summed, seconds=seconds))
     gathers = sum(
         item.seconds * (ratio((item.axis,), "all_gather", item.size_bytes) - 1) for item in sharding.gathers
     )
@@ -168,7 +169,7 @@ def at_seconds(
         seconds = {name: getattr(stage, name) * factor for name in _SECONDS}
         sharding = stage.sharding
         if sharding is not None:
-            sums = tuple(s.model_copy(update={"seconds": s.seconds * summing}) for s in sharding.sums)
+            sums = tuple(replace(s, seconds=s.seconds * summing) for s in sharding.sums)
             sharding = sharding.model_copy(update={"sums": sums})
         stages.append(stage.model_copy(update={**seconds, "sharding": sharding}))
     optimizer = {rank: s * updating.get(int(rank), 1.0) for rank, s in plan.optimizer_seconds.items()}

@@ -17,7 +17,6 @@ from cost_models.errors import PlanError, UsageError
 from partitioner.record.data import PlanData
 from partitioner.record.rebuild_checks import refuse_wrong_stages
 from partitioner.record.records import Stage
-from partitioner.record.sharding import GradientSumRecord
 from passes.graph.blocks import GATHERS, block_of
 from passes.graph.graph import OpGraph, once_per_graph
 from passes.lower.crossing import Extent, Side, crossing_value
@@ -25,13 +24,14 @@ from passes.lower.placed_graph import PlacedGraph, on_meshes
 from passes.lower.segment import Segmentation, by_stage
 from passes.lower.step import StepCosts, SumCost, programs_for, simulate_step, sum_bytes
 from passes.shard.discover import Discovery
+from passes.shard.sent import GradientSum, collectives, gather_collectives
 from passes.shard.words import FeaturePlacement, choice_text
 from passes.split.split import Split, split_neurons
 from runtime.check.check import check
 from runtime.check.quotient import check_groups, some_of_each
-from runtime.mesh.ranks_along import JOINT, all_ranks_along
+from runtime.mesh.ranks_along import all_ranks_along
 from runtime.program.members import GroupPrograms
-from runtime.program.program import Collective, Program, Segment, SegmentCost, SegmentGraph, TiedGroup, Value
+from runtime.program.program import Program, Segment, SegmentCost, SegmentGraph, TiedGroup, Value
 from runtime.program.relabel import RankMap, relabelled_programs, relabelled_segments
 from runtime.segment.microbatch import microbatch_sizes
 from runtime.simulate.simulate import Simulation
@@ -56,7 +56,9 @@ def _segments(plan: PlanData) -> tuple[Segment, ...]:
             tuple(stage.devices),
             SegmentCost(**{field.name: getattr(stage, field.name) for field in fields(SegmentCost)}),
             stage.has_backward,
-            tuple(_collectives(stage)),
+            ()
+            if stage.sharding is None
+            else tuple(collectives(stage.sharding.collectives, stage.sharding.mesh(stage.devices))),
         )
         for index, stage in enumerate(plan.stages)
     )
@@ -75,15 +77,6 @@ def _values(plan: PlanData) -> Iterator[Value]:
         yield crossing_value(v.name, v.producer, v.consumers, v.needs_grad, extent, sides, plan.cluster)
 
 
-def _collectives(stage: Stage) -> Iterator[Collective]:
-    """Yield the collectives of every group of the stage's devices."""
-    if stage.sharding is not None:
-        mesh = stage.sharding.mesh(stage.devices)
-        for item in stage.sharding.collectives:
-            for group in all_ranks_along(mesh, item.axis.split(JOINT)):
-                yield Collective(item.kind, group, item.sent_bytes, item.backward, item.seconds, item.axis)
-
-
 def plan_tied(plan: PlanData, ranks: RankMap | None = None) -> tuple[TiedGroup, ...]:
     """Return the plan's sums of gradients: tied parameters, one group per set of ranks, and what sharded stages sum."""
     groups: dict[tuple[int, ...], list[str]] = {}
@@ -94,7 +87,7 @@ def plan_tied(plan: PlanData, ranks: RankMap | None = None) -> tuple[TiedGroup, 
     return (*(TiedGroup(tuple(names), holders) for holders, names in groups.items()), *sums)
 
 
-def _sums(plan: PlanData, ranks: RankMap | None) -> Iterator[tuple[int, GradientSumRecord, tuple[int, ...]]]:
+def _sums(plan: PlanData, ranks: RankMap | None) -> Iterator[tuple[int, GradientSum, tuple[int, ...]]]:
     """Yield every sharded stage's sums of gradients, with each group of ranks that makes them."""
     for index, stage in enumerate(plan.stages):
         if stage.sharding is not None:
@@ -159,7 +152,12 @@ def simulate_plan(plan: PlanData, groups: GroupPrograms | None = None) -> Simula
             )
             for index, item, group in _sums(plan, None)
         },
-        gathers=tuple(gather for stage in plan.stages for gather in _gathers(stage)),
+        gathers=tuple(
+            gather
+            for stage in plan.stages
+            if stage.sharding is not None
+            for gather in gather_collectives(stage.sharding.gathers, stage.sharding.mesh(stage.devices))
+        ),
     )
     sizes = microbatch_sizes(plan.batch_size, plan.microbatches)
     return simulate_step(groups, plan.cluster, step, sizes)
@@ -168,16 +166,6 @@ def simulate_plan(plan: PlanData, groups: GroupPrograms | None = None) -> Simula
 def _state_bytes(plan: PlanData) -> tuple[int, ...]:
     """Return the bytes of state by rank of the cluster."""
     return tuple(plan.state_bytes[str(rank)] for rank in range(plan.cluster.world_size))
-
-
-def _gathers(stage: Stage) -> Iterator[Collective]:
-    """Yield the collective of every group that puts updated parameters of a sharded stage together."""
-    if stage.sharding is not None:
-        mesh = stage.sharding.mesh(stage.devices)
-        for item in stage.sharding.gathers:
-            for ranks in all_ranks_along(mesh, (item.axis,)):
-                sent_bytes = (len(ranks) - 1) / len(ranks) * item.size_bytes
-                yield Collective("all_gather", ranks, sent_bytes, backward=False)
 
 
 def plan_code(
@@ -214,9 +202,8 @@ def split_graph(plan: PlanData, graph: OpGraph) -> OpGraph:
     """Return ``graph`` with the ops in blocks that the plan runs in blocks; split once per graph and plan."""
     if not plan.splits:
         return graph
-    splits = tuple(Split(record.op, record.dim, record.sizes) for record in plan.splits)
     try:
-        return _in_blocks(graph, splits)
+        return _in_blocks(graph, plan.splits)
     except UsageError as error:
         raise PlanError(
             f"the plan for {plan.model.name} splits ops in ways that {graph.model_name} cannot be split",

@@ -10,12 +10,13 @@ from pydantic import Field, PlainSerializer, PlainValidator, WithJsonSchema
 from cost_models.cluster import ClusterSpec
 from cost_models.errors import UsageError
 from cost_models.precision import DTYPE_FIELDS, NAMES, Precision
-from partitioner.record.base import Amount, CertificateRecord, Natural, Record
+from partitioner.record.base import Amount, CertificateField, Natural, Record
 from partitioner.record.compact import BytesByDevice, Devices, SecondsByDevice
 from partitioner.record.file import PlanFile
 from partitioner.record.outline import ModelOutline
 from partitioner.record.sharding import StageSharding
 from partitioner.record.upgrade import UPGRADES, Upgrade
+from passes.split.split import Split
 
 
 def _read_precision(value: object) -> Precision:
@@ -98,14 +99,6 @@ class Stage(Record):
         default=None, description="how several devices share the stage; null for one"
     )
     in_flight: Natural = Field(description="largest number of micro-batches in flight in the simulated step")
-
-
-class SplitRecord(Record):
-    """An op that is run in blocks of its output neurons."""
-
-    op: str
-    dim: int = Field(description="of the op's output")
-    sizes: tuple[Annotated[int, Field(ge=1)], ...] = Field(description="elements of each block along it")
 
 
 class StageValue(Record):
@@ -228,7 +221,7 @@ class PlanFields(PlanFile):
     recompute: Literal["none", "gathers", "full", "auto"] = Field(
         description="whether backward may compute blocks' activations again: auto, where memory asks for it"
     )
-    splits: tuple[SplitRecord, ...] = Field(
+    splits: tuple[Split, ...] = Field(
         default=(), description="ops that are run in blocks of neurons; the rest of the plan names the blocks"
     )
     stages: tuple[Stage, ...]
@@ -254,7 +247,7 @@ class PlanFields(PlanFile):
     )
     attention_backend: str | None = Field(description="which attention the memory prediction assumes")
     prediction: Prediction
-    certificate: CertificateRecord
+    certificate: CertificateField
     alternatives: tuple[Alternative, ...]
     not_considered: tuple[str, ...] = Field(description="what this strategy does not look at")
     proof: ProofRecord

@@ -9,9 +9,9 @@ from typing import Annotated
 
 from pydantic import AfterValidator, Field
 
-from cost_models.conversion import Kind
 from cost_models.layout import Mesh
 from partitioner.record.base import Amount, Natural, Record
+from passes.shard.sent import GradientSum, StageCollective, UpdateGather
 from passes.shard.words import (
     FeaturePlacement,
     choice_text,
@@ -37,48 +37,6 @@ def _readable(read: Callable[[str], object]) -> Callable[[str], str]:
 LayoutText = Annotated[str, AfterValidator(_readable(read_placements))]
 CrossingText = Annotated[str, AfterValidator(_readable(read_crossing))]
 ChoiceText = Annotated[str, AfterValidator(_readable(read_choice))]
-
-
-class StageCollective(Record):
-    """Communication inside the stage: once per micro-batch, by every group of devices along ``axis``."""
-
-    value: str = Field(description="the bridge, or the op that talks by itself")
-    kind: Kind
-    axis: str = Field(description="of the mesh; several taken together are joined by +")
-    size_bytes: Natural = Field(description="of the tensor, whole along the axis, per micro-batch")
-    sent_bytes: float = Field(ge=0, description="by each device, by the volume of the ring algorithm")
-    backward: bool
-    seconds: Amount = Field(
-        default=0.0, description="per micro-batch, nothing else on its links; plans of schema 1 do not say"
-    )
-
-
-class GradientSumRecord(Record):
-    """Gradients summed together after the last backward, by every group of devices along ``axes``."""
-
-    parameters: tuple[str, ...]
-    axes: tuple[str, ...]
-    scattered: bool = Field(description="each device keeps its part of the sums only (ZeRO-1 and 2)")
-    size_bytes: tuple[Natural, ...] = Field(
-        description="of each parameter's gradient on a device, as it begins"
-    )
-    seconds: Amount
-    ready: float = Field(
-        default=1.0,
-        ge=0.0,
-        le=1.0,
-        allow_inf_nan=False,
-        description="share of the stage's last backward after which the gradients are there, and the sum may start",
-    )
-
-
-class UpdateGatherRecord(Record):
-    """Parameters of which each device updates a part, put together after the update along ``axis`` (ZeRO-1 and 2)."""
-
-    axis: str
-    parameters: tuple[str, ...]
-    size_bytes: Natural = Field(description="of what each device has afterwards")
-    seconds: Amount
 
 
 class LayoutRow(Record):
@@ -116,8 +74,8 @@ class StageSharding(Record):
     )
     samples_multiple: int = Field(ge=1, description="a micro-batch has a multiple of so many samples")
     collectives: tuple[StageCollective, ...]
-    sums: tuple[GradientSumRecord, ...]
-    gathers: tuple[UpdateGatherRecord, ...] = ()
+    sums: tuple[GradientSum, ...]
+    gathers: tuple[UpdateGather, ...] = ()
     layouts: tuple[LayoutRow, ...] = Field(
         default=(), description="a summary; choices and stored are what counts"
     )

@@ -29,7 +29,9 @@ from passes.lower.summarize import (
     tied_groups,
     trained_tensors,
 )
+from passes.shard.sent import gather_collectives
 from passes.shard.words import FeaturePlacement
+from runtime.mesh.ranks_along import all_ranks_along
 from runtime.program.program import SegmentGraph, TiedGroup
 from runtime.schedules import SCHEDULES
 from runtime.segment.microbatch import microbatch_sizes
@@ -98,9 +100,9 @@ def costed_segments(
             held[rank] += (own.segment.index,)
             gather_seconds[rank] += math.fsum(gather.seconds for gather in own.gathers)
         for item in own.sums:
-            for ranks in item.groups:
-                tied.append(TiedGroup(item.parameters, ranks, item.sync.scattered))
-                sent_bytes = sum_bytes(sum(item.size_bytes), len(ranks), item.sync.scattered)
+            for ranks in all_ranks_along(own.placement.mesh, item.axes):
+                tied.append(TiedGroup(item.parameters, ranks, item.scattered))
+                sent_bytes = sum_bytes(sum(item.size_bytes), len(ranks), item.scattered)
                 sums[item.parameters, tuple(sorted(ranks))] = SumCost(
                     item.seconds, sent_bytes, own.segment.index, item.ready
                 )
@@ -122,7 +124,9 @@ def costed_segments(
         ),
         tied_bytes=gradients,
         sums=sums,
-        gathers=tuple(c for own in meshes.values() for gather in own.gathers for c in gather.collectives()),
+        gathers=tuple(
+            c for own in meshes.values() for c in gather_collectives(own.gathers, own.placement.mesh)
+        ),
     )
     return Costed(segmentation, segments, tuple(tied), tuple(state), step, segmentation.segment_of, meshes)
 

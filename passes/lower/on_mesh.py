@@ -27,16 +27,15 @@ from passes.lower.segment import on_mesh
 from passes.lower.summarize import gradient_bytes, segment_graph
 from passes.shard.beside import Ahead, gathers_ahead, layers_beside
 from passes.shard.regions import regions_on_shards
+from passes.shard.sent import GradientSum, StageCollective, UpdateGather, collectives
 from passes.shard.shard import ShardedGraph
 from passes.shard.state import (
-    GradientSum,
-    UpdateGather,
     gradient_sum_costs,
     gradient_sums,
     shardings,
     update_gathers,
 )
-from passes.shard.traffic import Traffic, collectives, repeated, together, traffic
+from passes.shard.traffic import Traffic, priced, repeated, together, traffic
 from passes.shard.words import FeaturePlacement
 from runtime.mesh.ranks_along import JOINT, all_ranks_along
 from runtime.ops.bridges import is_bridge
@@ -53,10 +52,8 @@ class OnMesh:
     """Every micro-batch has a multiple of so many samples."""
     parameters: Mapping[str, StateSpec]
     """Its parameters as a rank has them."""
-    traffic: tuple[Traffic, ...]
+    collectives: tuple[StageCollective, ...]
     """Collectives inside of the segment."""
-    links: Mapping[str, AxisLinks]
-    """The links of each axis that these take."""
     sums: tuple[GradientSum, ...]
     """Sums of gradients after the last backward."""
     summed_bytes: Mapping[str, int]
@@ -69,7 +66,7 @@ class OnMesh:
     leaf_bytes: Mapping[str, int]
     """Bytes of each leaf of a step's batch on any one rank, as far as it reads it."""
     sources: Mapping[str, str]
-    """The op of the model that a node of ``traffic`` stands for or converts the result of: its name begins with that."""
+    """The op of the model that each of ``collectives`` belongs to: the name of its node begins with that."""
 
     def named(
         self, placement: FeaturePlacement, index: int, nodes: Mapping[str, str], state: Mapping[str, str]
@@ -85,32 +82,18 @@ class OnMesh:
         def names(own: Sequence[str]) -> tuple[str, ...]:
             return tuple(state[name] for name in own)
 
+        sent = tuple(replace(item, value=node_of[item.value]) for item in self.collectives)
         segment = replace(
-            self.segment,
-            index=index,
-            ranks=mesh.ranks,
-            collectives=collectives(self.traffic, mesh, self.links),
+            self.segment, index=index, ranks=mesh.ranks, collectives=tuple(collectives(sent, mesh))
         )
         return OnMesh(
             placement=replace(placement, stored={**placement.stored, **written}),
             samples_multiple=self.samples_multiple,
             parameters={state[n]: replace(spec, name=state[n]) for n, spec in self.parameters.items()},
-            traffic=tuple(replace(item, node=node_of[item.node]) for item in self.traffic),
-            links=self.links,
-            sums=tuple(
-                replace(
-                    item,
-                    sync=replace(item.sync, parameters=names(item.sync.parameters)),
-                    parameters=names(item.parameters),
-                    groups=all_ranks_along(mesh, item.sync.axes),
-                )
-                for item in self.sums
-            ),
+            collectives=sent,
+            sums=tuple(replace(item, parameters=names(item.parameters)) for item in self.sums),
             summed_bytes={state[name]: size for name, size in self.summed_bytes.items()},
-            gathers=tuple(
-                replace(item, parameters=names(item.parameters), groups=all_ranks_along(mesh, (item.axis,)))
-                for item in self.gathers
-            ),
+            gathers=tuple(replace(item, parameters=names(item.parameters)) for item in self.gathers),
             segment=segment,
             state={state[name]: held for name, held in self.state.items()},
             leaf_bytes=self.leaf_bytes,
@@ -132,7 +115,7 @@ def cost_on_mesh(
 
     ``regions``: the ops of the model that it computes again in backward, by block.
     """
-    segment, sent, links, backward = _segment(sharded, cluster, size, regions, deferring)
+    segment, sent, backward = _segment(sharded, cluster, size, regions, deferring)
     summed_bytes = {
         name: gradient_bytes(sharded.graph, name, job.precision)
         for group in gradient_sums(sharded)
@@ -142,15 +125,14 @@ def cost_on_mesh(
         placement=sharded.placement,
         samples_multiple=sharded.graph.batch.multiple,
         parameters=sharded.graph.parameters,
-        traffic=sent,
-        links=links,
+        collectives=sent,
         sums=gradient_sum_costs(sharded, summed_bytes, cluster, backward),
         summed_bytes=summed_bytes,
         gathers=update_gathers(graph, sharded, job.precision, cluster),
         segment=replace(segment, index=index),
         state=_state(sharded, job),
         leaf_bytes=_leaf_bytes(graph, sharded, job),
-        sources={item.node: _source(sharded.graph, item.node) for item in sent},
+        sources={item.value: _source(sharded.graph, item.value) for item in sent},
     )
 
 
@@ -168,9 +150,8 @@ def _segment(
     microbatch_size: int,
     regions: Sequence[Sequence[str]],
     deferring: bool,
-) -> tuple[Segment, tuple[Traffic, ...], dict[str, AxisLinks], list[float]]:
-    """Make the segment of a mesh, its ops on shards and its collectives; list these, their links, and each op's seconds in
-    backward.
+) -> tuple[Segment, tuple[StageCollective, ...], list[float]]:
+    """Make the segment of a mesh, its ops on shards and its collectives; list these, and each op's seconds in backward.
 
     A block that is computed again repeats its collectives: they are backward's too.
     """
@@ -207,8 +188,9 @@ def _segment(
         transient_bytes=segment.cost.transient_bytes + gathered_bytes + ahead.backward_bytes,
         first_transient_bytes=segment.cost.first_transient_bytes + gathered_bytes + ahead.backward_bytes,
     )
-    segment = replace(segment, cost=cost, collectives=collectives(found, sharded.mesh, links))
-    return segment, found, links, _backward_seconds(costs, cluster, sharded.mesh, units, found, links, own)
+    sent = priced(found, sharded.mesh, links)
+    segment = replace(segment, cost=cost, collectives=tuple(collectives(sent, sharded.mesh)))
+    return segment, sent, _backward_seconds(costs, cluster, sharded.mesh, units, sent, own)
 
 
 @once_per_graph
@@ -221,8 +203,7 @@ def _backward_seconds(
     cluster: ClusterSpec,
     mesh: Mesh,
     units: int,
-    found: Sequence[Traffic],
-    links: Mapping[str, AxisLinks],
+    sent: Sequence[StageCollective],
     regions: Sequence[Sequence[str]],
 ) -> list[float]:
     """Return the seconds of each op in backward, with its collectives; of a block that is computed again, the last op's
@@ -234,9 +215,9 @@ def _backward_seconds(
     for name, forward in zip(costs.ops, each.forward.tolist(), strict=True):
         if name in again:
             seconds[last_of[name]] += forward
-    for item in found:
+    for item in sent:
         if item.backward:
-            seconds[item.node] += item.seconds(links[item.axis])
+            seconds[item.value] += item.seconds
     return list(seconds.values())
 
 

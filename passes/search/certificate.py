@@ -8,39 +8,53 @@ Two bounds on simulated time stand in it, each for the plans that it is proved f
 
 from __future__ import annotations
 
+import itertools
 import math
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from typing import Annotated
+
+from pydantic import Field, NonNegativeFloat
 
 from cost_models.errors import InternalError
 
 ROUNDING = 1e-9
 """Relative difference that sums in another order may make."""
+Count = Annotated[int, Field(ge=1)]
 NAMED = 16
 """Options that a family of pipelines names in a certificate. By hand: more than anybody reads."""
 
 
 @dataclass(frozen=True)
 class StageTerms:
-    """One stage of a pipeline, in the surrogate."""
+    """One stage, or several that are alike and follow each other, in the surrogate of a pipeline."""
 
-    microbatch_seconds: float
-    """Seconds of everything that runs in each micro-batch."""
-    once_seconds: float
-    """Seconds of what runs once per step: sums of gradients, updates, gathers."""
-    cut_seconds: float
-    """Seconds per micro-batch of the values that come from earlier stages, and of their gradients."""
-    in_flight: int
-    """Micro-batches that it holds at once."""
+    stages: Count
+    microbatch_seconds: Annotated[
+        NonNegativeFloat, Field(description="of everything that runs in each micro-batch")
+    ]
+    once_seconds: Annotated[
+        NonNegativeFloat,
+        Field(description="of what runs once per step: sums of gradients, updates, gathers"),
+    ]
+    cut_seconds: Annotated[
+        NonNegativeFloat,
+        Field(description="per micro-batch, of what comes from earlier stages, and of its gradients"),
+    ]
+
+
+def in_rows(stages: Iterable[StageTerms]) -> tuple[StageTerms, ...]:
+    """Join single stages that are alike and follow each other."""
+    return tuple(replace(row, stages=len([*alike])) for row, alike in itertools.groupby(stages))
 
 
 @dataclass(frozen=True)
 class BoundTerm:
-    """An option, or several, and the seconds that none of its pipelines is below."""
+    """An option, or several, and the seconds that none of its pipelines is below; null: nothing fits."""
 
     option: str
-    options: int
-    bound_seconds: float | None
-    """None: nothing fits."""
+    options: Count
+    bound_seconds: NonNegativeFloat | None
 
     @staticmethod
     def of(option: str, options: int, bound_seconds: float) -> BoundTerm:
@@ -50,7 +64,7 @@ class BoundTerm:
 
 @dataclass(frozen=True)
 class PipelineTerms:
-    """The numbers that a pipeline's surrogate follows from, and those of its bound.
+    """The numbers that a pipeline's objective and its bound follow from (``partitioner.record.certificate``).
 
         t_s = microbatch_seconds + once_seconds / microbatches         x_s = cut_seconds, in front of stage s
         T   = max(t_s, x_s, what stage s may wait for / (in_flight_s · chunks), where in_flight_s < microbatches, q)
@@ -60,54 +74,68 @@ class PipelineTerms:
     in_flight < microbatches is charged to one of its two stages, the cheapest way; q is the longest t_s with its charges.
     """
 
-    fill: float
-    """Share of filling and draining that the schedule does not hide."""
-    microbatches: int
-    chunks: int
-    """Stages of each device group."""
+    fill: Annotated[
+        float, Field(gt=0, le=1, description="share of filling and draining that the schedule does not hide")
+    ]
+    microbatches: Count
+    chunks: Annotated[Count, Field(description="stages of each device group")]
     stages: tuple[StageTerms, ...]
-    options: tuple[BoundTerm, ...] = ()
-    """All options of the space, the lowest bounds by name."""
-    in_turn: bool = False
-    """Stages run one forward and one backward in turn, and q counts: of single devices, whose messages share one queue."""
+    in_flight: Annotated[tuple[Count, ...], Field(description="micro-batches that each stage holds at once")]
+    options: Annotated[
+        tuple[BoundTerm, ...], Field(description="all of the space, the lowest bounds by name")
+    ]
+    in_turn: Annotated[
+        bool, Field(description="cuts delay one of their two stages: both directions share one queue")
+    ] = False
 
     @property
     def objective_seconds(self) -> float:
         """The surrogate of a step, q left out."""
         m, behind, longest = self.microbatches, 0.0, 0.0
-        for stage in reversed(self.stages):
+        each = [row for row in self.stages for _ in range(row.stages)]
+        for stage, in_flight in zip(reversed(each), reversed(self.in_flight), strict=True):
             own = stage.microbatch_seconds + stage.once_seconds / m
             behind += own
             longest = max(longest, own, stage.cut_seconds)
-            if stage.in_flight < m:
-                longest = max(longest, behind / (stage.in_flight * self.chunks))
+            if in_flight < m:
+                longest = max(longest, behind / (in_flight * self.chunks))
             behind += stage.cut_seconds
         return self.fill * behind + (m - self.fill) * self.chunks * longest
 
 
 @dataclass(frozen=True)
 class Certificate:
-    """The proof that comes with a plan.
+    """The quality that a plan is known to have: the surrogate's proved bound, and bounds on the simulated time.
 
-    ``objective_seconds`` and ``bound_seconds`` are about the surrogate named by ``objective``, over ``space``.
+    ``objective_seconds`` and ``bound_seconds`` are about the surrogate named by ``objective``, over ``space``. Of a cost
+    graph, everything called seconds but ``search_seconds`` is in the graph's own unit.
     """
 
     objective: str
-    objective_seconds: float
-    bound_seconds: float
-    gap: float
-    """(objective - bound) / objective; 0: proved optimal over the space."""
+    objective_seconds: NonNegativeFloat
+    bound_seconds: NonNegativeFloat
+    gap: Annotated[
+        float, Field(description="(objective - bound) / objective; 0: proved optimal over the space")
+    ]
+    simulated_lower_bound_seconds: Annotated[
+        NonNegativeFloat,
+        Field(description="that no plan simulates below; the compile proves it, searches leave it at 0"),
+    ]
     space: str
     method: str
     solver_status: str
-    search_seconds: float
-    simulated_lower_bound_seconds: float = 0.0
-    """Seconds that no plan simulates below; the compile proves it, searches leave it at 0."""
-    whole_ops_bound_seconds: float = 0.0
-    """Seconds that no plan of whole ops simulates below, in the numbers of micro-batches that the search may choose; 0
-    where the search is about other plans."""
-    terms: PipelineTerms | None = None
-    """The numbers that objective and bound follow from, where the search is over pipelines."""
+    search_seconds: NonNegativeFloat
+    whole_ops_bound_seconds: Annotated[
+        NonNegativeFloat,
+        Field(
+            description="that no plan of whole ops simulates below, in the numbers of micro-batches that the search may "
+            "choose; 0 where the search is about other plans"
+        ),
+    ] = 0.0
+    terms: Annotated[
+        PipelineTerms | None,
+        Field(description="what objective and bound are made of, where the search is over pipelines"),
+    ] = None
 
     def __post_init__(self) -> None:
         if self.bound_seconds > self.objective_seconds * (1 + ROUNDING):

@@ -269,6 +269,7 @@ class _Search:
             bound_seconds=bound,
             gap=relative_gap(objective, bound),
             whole_ops_bound_seconds=min(whole, default=0.0),
+            simulated_lower_bound_seconds=0.0,
             space="; or ".join(own.space for own in proved) + self._parts_space(),
             method="; ".join(dict.fromkeys(own.method for own in proved)),
             solver_status=stopped or ("optimal" if bound >= objective * (1 - OPTIMAL) else "bounded"),

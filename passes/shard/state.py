@@ -14,19 +14,19 @@ import itertools
 import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 
 from cost_models.cluster import ClusterSpec
 from cost_models.conversion import group_links
 from cost_models.layout import Replicate
 from cost_models.precision import Precision
 from passes.graph.graph import OpGraph
+from passes.shard.sent import GradientSum, UpdateGather
 from passes.shard.shard import ShardedGraph
 from passes.shard.syncs import GradientSync
 from passes.shard.words import Placements
 from runtime.mesh.ranks_along import all_ranks_along
 from runtime.mesh.sharding import Sharding
-from runtime.program.program import Collective, TiedGroup
+from runtime.program.program import TiedGroup
 
 BUCKET_BYTES = 25 * 2**20
 """About how much is summed at once: as torch's DistributedDataParallel, so that sums overlap each other's copies."""
@@ -108,44 +108,6 @@ def _first_reads(graph: OpGraph) -> dict[str, int]:
     return first_read
 
 
-@dataclass(frozen=True)
-class GradientSum:
-    """One sum, made by every group of ranks along its axes at once.
-
-    ``size_bytes``: bytes of each parameter's gradient on a rank, as the sum begins.
-    """
-
-    sync: GradientSync
-    parameters: tuple[str, ...]
-    groups: tuple[tuple[int, ...], ...]
-    size_bytes: tuple[int, ...]
-    seconds: float
-    ready: float = 1.0
-    """Share of the last backward after which its gradients are there."""
-
-
-@dataclass(frozen=True)
-class UpdateGather:
-    """Updated parameters put together along one axis. ``whole_bytes``: bytes that a rank has afterwards."""
-
-    axis: str
-    parameters: tuple[str, ...]
-    groups: tuple[tuple[int, ...], ...]
-    whole_bytes: int
-    seconds: float
-
-    @property
-    def sent_bytes(self) -> float:
-        """Bytes that each rank sends."""
-        ranks = len(self.groups[0])
-        return (ranks - 1) / ranks * self.whole_bytes
-
-    def collectives(self) -> Iterator[Collective]:
-        """Yield the collectives of every group."""
-        for ranks in self.groups:
-            yield Collective("all_gather", ranks, self.sent_bytes, backward=False)
-
-
 def gradient_sum_costs(
     sharded: ShardedGraph,
     gradient_bytes: Mapping[str, int],
@@ -167,7 +129,7 @@ def gradient_sum_costs(
         seconds = links.seconds("reduce_scatter" if sync.scattered else "all_reduce", sum(sizes))
         place = min((first_read.get(name, 0) for name in names), default=0)
         ready = later[place] / later[0] if later[0] > 0.0 else 1.0
-        found.append(GradientSum(sync, names, groups, sizes, seconds, ready))
+        found.append(GradientSum(names, sync.axes, sync.scattered, sizes, seconds, ready))
         if sync.scattered:
             parts |= {name: parts[name] * len(groups[0]) for name in names}
     return tuple(found)
@@ -187,8 +149,7 @@ def update_gathers(
             parts *= mesh.shape[axis]
     found = []
     for axis_name, own in sizes.items():
-        groups = all_ranks_along(mesh, (axis_name,))
-        links = group_links(groups, cluster)
+        links = group_links(all_ranks_along(mesh, (axis_name,)), cluster)
         seconds = math.fsum(links.seconds("all_gather", size) for size in own.values())
-        found.append(UpdateGather(axis_name, tuple(own), groups, sum(own.values()), seconds))
+        found.append(UpdateGather(axis_name, tuple(own), sum(own.values()), seconds))
     return tuple(found)

@@ -21,12 +21,12 @@ from torch import fx
 from cost_models.conversion import AxisLinks, Kind
 from cost_models.layout import Mesh
 from passes.graph.graph import tensor_specs
+from passes.shard.sent import StageCollective
 from passes.shard.shard import ShardedGraph
 from runtime.mesh.ranks_along import JOINT, all_ranks_along
 from runtime.ops import bridges
 from runtime.ops.attention import HEADS, heads_sent
 from runtime.ops.local import run_local
-from runtime.program.program import Collective
 
 _FACTOR: Mapping[Kind, float] = {
     "all_reduce": 2.0,
@@ -101,16 +101,23 @@ def repeated(found: Iterable[Traffic], again: Collection[str]) -> tuple[Traffic,
     return tuple(replace(item, backward=True) for item in found if item.node in again and not item.backward)
 
 
-def collectives(
+def priced(
     found: Iterable[Traffic], mesh: Mesh, links: Mapping[str, AxisLinks]
-) -> tuple[Collective, ...]:
-    """List the same for every group of ranks of the mesh, as a segment has them. ``links``: those of each axis."""
-    made = []
-    for item in found:
-        groups = all_ranks_along(mesh, item.axis.split(JOINT))
-        sent_bytes, seconds = item.sent_bytes(len(groups[0])), item.seconds(links[item.axis])
-        made += [Collective(item.kind, g, sent_bytes, item.backward, seconds, item.axis) for g in groups]
-    return tuple(made)
+) -> tuple[StageCollective, ...]:
+    """Return the bytes that each rank of the mesh sends, and the seconds that takes. ``links``: those of each axis."""
+    ranks = {axis: len(all_ranks_along(mesh, axis.split(JOINT))[0]) for axis in links}
+    return tuple(
+        StageCollective(
+            value=item.node,
+            kind=item.kind,
+            axis=item.axis,
+            size_bytes=item.whole_bytes,
+            sent_bytes=item.sent_bytes(ranks[item.axis]),
+            backward=item.backward,
+            seconds=item.seconds(links[item.axis]),
+        )
+        for item in found
+    )
 
 
 def _of_bridge(node: fx.Node, differentiable: bool, symbols: Mapping[sympy.Symbol, int]) -> Iterator[Traffic]:

@@ -16,8 +16,10 @@ import operator
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Annotated
 
 import torch
+from pydantic import Field
 from torch import fx
 
 from cost_models.errors import InternalError, UsageError
@@ -33,11 +35,13 @@ from runtime.state.rank_state import part_name
 
 @dataclass(frozen=True)
 class Split:
-    """An op to be computed in blocks of ``sizes`` elements along dimension ``dim`` of its output."""
+    """An op that is run in blocks of its output neurons."""
 
     op: str
-    dim: int
-    sizes: tuple[int, ...]
+    dim: Annotated[int, Field(description="of the op's output")]
+    sizes: Annotated[
+        tuple[Annotated[int, Field(ge=1)], ...], Field(description="elements of each block along it")
+    ]
 
 
 def split_neurons(graph: OpGraph, splits: Sequence[Split]) -> OpGraph:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from partitioner import Plan
@@ -9,5 +10,5 @@ from partitioner import Plan
 
 def edited(plan: Plan, **fields: Any) -> Plan:
     """Return the plan with other ``fields``."""
-    certificate = plan.certificate.model_copy(update={"terms": None})
+    certificate = replace(plan.certificate, terms=None)
     return plan.model_copy(update={"certificate": certificate, **fields})

@@ -12,7 +12,6 @@ from cost_models.precision import Precision
 from partitioner.plan import Plan
 from partitioner.record.records import (
     Alternative,
-    CertificateRecord,
     ModelInfo,
     Prediction,
     ProofRecord,
@@ -20,13 +19,9 @@ from partitioner.record.records import (
     StageValue,
     Transfer,
 )
-from partitioner.record.sharding import (
-    GradientSumRecord,
-    LayoutRow,
-    StageCollective,
-    StageSharding,
-    UpdateGatherRecord,
-)
+from partitioner.record.sharding import LayoutRow, StageSharding
+from passes.search.certificate import Certificate
+from passes.shard.sent import GradientSum, StageCollective, UpdateGather
 
 MIB = 1 << 20
 GIB = 1 << 30
@@ -88,7 +83,7 @@ def made_plan(
             messages=2 * 8 * (count - 1),
             confidence=cluster.origin().text,
         ),
-        "certificate": CertificateRecord(
+        "certificate": Certificate(
             objective="surrogate",
             objective_seconds=0.24,
             bound_seconds=0.24,
@@ -254,7 +249,7 @@ def made_sharding(axes: dict[str, int], blocks: range) -> StageSharding:
             for back in (False, True)
         ),
         sums=(
-            GradientSumRecord(
+            GradientSum(
                 parameters=tuple(names),
                 axes=(outer,),
                 scattered=True,
@@ -265,7 +260,7 @@ def made_sharding(axes: dict[str, int], blocks: range) -> StageSharding:
         if two
         else (),
         gathers=(
-            UpdateGatherRecord(axis=outer, parameters=tuple(names), size_bytes=64 * MIB, seconds=0.002),
+            UpdateGather(axis=outer, parameters=tuple(names), size_bytes=64 * MIB, seconds=0.002),
         )
         if two
         else (),

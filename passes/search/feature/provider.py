@@ -167,8 +167,8 @@ class MeshProvider:
         result = proposal.solved.result
         cost, m = result.cost, result.placement.microbatches
         details = ShardingDetails(cost.seconds, result.proof.tried, {0: result.origins})
-        stage = StageTerms((cost.op_seconds + cost.bridge_seconds) / m, cost.parameter_seconds, 0.0, 1)
-        return Valued(cost.seconds, PipelineTerms(1.0, m, 1, (stage,)), details)
+        stage = StageTerms(1, (cost.op_seconds + cost.bridge_seconds) / m, cost.parameter_seconds, 0.0)
+        return Valued(cost.seconds, PipelineTerms(1.0, m, 1, (stage,), (1,), ()), details)
 
     def refusal(self, tried: Sequence[Judged[Sharded]], room: float) -> PartitionerError:
         """Say why no sharding fits."""

@@ -241,6 +241,7 @@ def _certificate(
         bound_seconds=bound,
         gap=gap,
         whole_ops_bound_seconds=lower,
+        simulated_lower_bound_seconds=0.0,
         space=(
             f"every placement{fitting} of {search.exact.units} units ({len(ops)} ops; what must share a device is one) "
             f"on {counted(len(devices), 'device')}, {counted(m, 'micro-batch')}; searched over {search.problem.units} units"

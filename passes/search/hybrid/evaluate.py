@@ -24,7 +24,7 @@ from passes.costs.costs import costs_of
 from passes.graph.graph import OpGraph, tensor_specs
 from passes.lower.candidate import Candidate
 from passes.lower.job import Job
-from passes.search.certificate import PipelineTerms, StageTerms
+from passes.search.certificate import PipelineTerms, StageTerms, in_rows
 from passes.search.feature.evaluate import WholeGraph
 from passes.search.feature.graph import makes_values
 from passes.search.feature.local import joined_links
@@ -106,11 +106,14 @@ class CandidateCost:
         sizes = self._cut_bytes(candidate)
         terms = tuple(
             StageTerms(
-                own.microbatch_seconds, own.once_seconds, self._cut_seconds(candidate, number, sizes), count
+                1, own.microbatch_seconds, own.once_seconds, self._cut_seconds(candidate, number, sizes)
             )
-            for number, (own, count) in enumerate(zip(stages, held, strict=True))
+            for number, own in enumerate(stages)
         )
-        return PipelineCost(tuple(stages), PipelineTerms(alone.fill, candidate.microbatches, chunks, terms))
+        return PipelineCost(
+            tuple(stages),
+            PipelineTerms(alone.fill, candidate.microbatches, chunks, in_rows(terms), tuple(held), ()),
+        )
 
     def _of_piece(
         self,

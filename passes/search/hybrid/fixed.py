@@ -350,6 +350,7 @@ class _Hybrid:
             objective_seconds=best.step_seconds,
             bound_seconds=bound,
             gap=relative_gap(best.step_seconds, bound),
+            simulated_lower_bound_seconds=0.0,
             space=f"any plan of the step; fixed: {self.fix or 'nothing'}",
             method="stages and layouts filled in by the layer-wise and feature-wise searches, simulated",
             solver_status=self.status,

@@ -14,7 +14,7 @@ from functools import cached_property
 from cost_models.arrays import FloatArray
 from cost_models.errors import PartitionerError
 from passes.lower.candidate import Candidate
-from passes.search.certificate import NAMED, BoundTerm, PipelineTerms, StageTerms
+from passes.search.certificate import NAMED, BoundTerm, PipelineTerms, StageTerms, in_rows
 from passes.search.fastest import ROOM_LEFT
 from passes.search.judge import Judge
 from passes.search.layer.infeasible import infeasible
@@ -165,13 +165,13 @@ class LayerProvider:
         problem, split = solved.problem, solved.split
         seconds, link = stage_and_link_seconds(problem, split.stage_of, split.kinds, split.recomputed)
         held = problem.in_flight[: split.stages][::-1]
-        stages = [
-            StageTerms(float(own), 0.0, float(cut), count)
-            for own, cut, count in zip(seconds, link, held, strict=True)
-        ]
+        stages = in_rows(
+            StageTerms(1, float(own), 0.0, float(cut)) for own, cut in zip(seconds, link, strict=True)
+        )
         m, turn = problem.microbatches, problem.alternating
         return Valued(
-            proposal.seconds, PipelineTerms(problem.fill, m, problem.chunks, tuple(stages), in_turn=turn)
+            proposal.seconds,
+            PipelineTerms(problem.fill, m, problem.chunks, stages, tuple(held), (), turn),
         )
 
     def refusal(self, tried: Sequence[Judged[SolvedSplit]], room: float) -> PartitionerError:

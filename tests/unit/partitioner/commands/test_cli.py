@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -168,7 +169,7 @@ def test_a_plan_out_of_time_is_still_written(
 
     def stopped(*arguments: Any, **keywords: Any) -> Plan:
         plan = partition(*arguments, **keywords)
-        late = plan.certificate.model_copy(update={"solver_status": "time limit", "gap": 0.25})
+        late = replace(plan.certificate, solver_status="time limit", gap=0.25)
         return plan.model_copy(update={"certificate": late})
 
     partition = command.partition

@@ -11,9 +11,8 @@ import pytest
 
 from cost_models.errors import PlanError
 from partitioner.cli import run_command
-from partitioner.cost_graphs.plan import GraphCertificate, GraphPlan, plan_graph
+from partitioner.cost_graphs.plan import GraphPlan, plan_graph
 from partitioner.cost_graphs.read import read_graph
-from partitioner.record.base import CertificateRecord
 from tests.support.placement_evaluator import loads_of
 from tests.unit.partitioner.cost_graphs.test_files import DATA, ELSEWHERE, PROFILE, changed, written
 
@@ -182,7 +181,3 @@ def test_a_damaged_plan_is_refused(tmp_path: Path) -> None:
         with pytest.raises(PlanError) as caught:
             GraphPlan.load(file)
         assert says in str(caught.value)
-
-
-def test_the_certificate_has_the_fields_of_every_plan() -> None:
-    assert set(GraphCertificate.model_fields) == set(CertificateRecord.model_fields)

@@ -26,8 +26,8 @@ from partitioner.plan import Plan
 from partitioner.record.other_rates import on_cluster, with_links
 from partitioner.record.outline import ModelOutline, OpKind
 from partitioner.record.rebuild import at_costs_of, proved_programs, simulate_plan
-from partitioner.record.sharding import UpdateGatherRecord
 from partitioner.report.sharding import collective_name
+from passes.shard.sent import UpdateGather
 from passes.trace.trace import trace
 from tests.support.made_plans import made_hybrid_plan, made_plan
 
@@ -319,7 +319,7 @@ def test_parameters_put_together_after_the_update_are_communication(plans: dict[
     (stage,) = plan.stages
     assert stage.sharding is not None
     (axis,) = stage.sharding.axes
-    gather = UpdateGatherRecord(axis=axis, parameters=(), size_bytes=8, seconds=0.5)
+    gather = UpdateGather(axis=axis, parameters=(), size_bytes=8, seconds=0.5)
     sharding = stage.sharding.model_copy(update={"gathers": (gather,)})
     update = {rank: seconds + 0.5 for rank, seconds in plan.optimizer_seconds.items()}
     stages = (stage.model_copy(update={"sharding": sharding}),)

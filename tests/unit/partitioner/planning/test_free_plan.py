@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from cost_models.errors import InfeasibleError, PlanError, UsageError
 from partitioner import Plan, partition
 from partitioner.cli import run_command
 from partitioner.record.rebuild import plan_code
-from partitioner.record.records import SplitRecord
+from passes.split.split import Split
 from passes.trace.trace import trace
 from tests.support import bad_workloads
 from tests.support.made_plans import MIB, made_plan
@@ -310,15 +311,14 @@ def test_what_a_rank_runs_and_sends(pinned: Plan, split: Plan) -> None:
 @pytest.mark.usefixtures("fixed_spreads")
 def test_the_table(golden: Golden) -> None:
     """Device 0 is revisited; one op is in blocks."""
-    record = SplitRecord(op="up", dim=-1, sizes=(60, 40))
-    certificate = made_plan(TWO).certificate.model_copy(
-        update={
-            "objective": "busiest device, messages included",
-            "gap": 0.031,
-            "bound_seconds": 0.2326,
-            "solver_status": "stalled",
-            "space": "every placement of 30 units (90 ops; what must share a device is one) on 2 devices, 8 micro-batches",
-        }
+    record = Split(op="up", dim=-1, sizes=(60, 40))
+    certificate = replace(
+        made_plan(TWO).certificate,
+        objective="busiest device, messages included",
+        gap=0.031,
+        bound_seconds=0.2326,
+        solver_status="stalled",
+        space="every placement of 30 units (90 ops; what must share a device is one) on 2 devices, 8 micro-batches",
     )
     plan = made_plan(
         TWO,
@@ -378,7 +378,7 @@ def test_a_damaged_file_is_refused_with_its_key(
 def test_splits_that_the_model_does_not_have_are_refused(
     split: Plan, record: dict[str, Any], words: str
 ) -> None:
-    plan = split.model_copy(update={"splits": (SplitRecord(**record),)})
+    plan = split.model_copy(update={"splits": (Split(**record),)})
     with pytest.raises(PlanError, match="splits ops in ways that") as caught:
         plan_code(plan, GRAPH)
     assert words in str(caught.value)

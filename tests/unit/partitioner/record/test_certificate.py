@@ -10,40 +10,35 @@ import pytest
 from cost_models.cluster import ClusterSpec
 from cost_models.errors import PlanError
 from partitioner.plan import Plan
-from partitioner.record.base import (
-    BoundTermRecord,
-    CertificateRecord,
-    PipelineTermsRecord,
-    StageTermsRecord,
-)
 from partitioner.record.certificate import added_up
+from passes.search.certificate import BoundTerm, Certificate, PipelineTerms, StageTerms
 from tests.support.made_plans import made_hybrid_plan
 
 
-def terms(**changes: Any) -> PipelineTermsRecord:
+def terms(**changes: Any) -> PipelineTerms:
     """Two stages of 2 + 4/4 = 3 and one of 4 + 4/4 = 5 seconds, cuts of 1: 3 + (1 + 3) + (1 + 5) = 13, at most 5."""
     fields: dict[str, Any] = {
         "fill": 1.0,
         "microbatches": 4,
         "chunks": 1,
         "stages": (
-            StageTermsRecord(stages=1, microbatch_seconds=2.0, once_seconds=4.0, cut_seconds=0.0),
-            StageTermsRecord(stages=1, microbatch_seconds=2.0, once_seconds=4.0, cut_seconds=1.0),
-            StageTermsRecord(stages=1, microbatch_seconds=4.0, once_seconds=4.0, cut_seconds=1.0),
+            StageTerms(stages=1, microbatch_seconds=2.0, once_seconds=4.0, cut_seconds=0.0),
+            StageTerms(stages=1, microbatch_seconds=2.0, once_seconds=4.0, cut_seconds=1.0),
+            StageTerms(stages=1, microbatch_seconds=4.0, once_seconds=4.0, cut_seconds=1.0),
         ),
         "in_flight": (3, 2, 1),
         "options": (
-            BoundTermRecord(option="3 groups", options=1, bound_seconds=27.0),
-            BoundTermRecord(option="2 groups", options=1, bound_seconds=None),
-            BoundTermRecord(option="others", options=7, bound_seconds=40.0),
+            BoundTerm(option="3 groups", options=1, bound_seconds=27.0),
+            BoundTerm(option="2 groups", options=1, bound_seconds=None),
+            BoundTerm(option="others", options=7, bound_seconds=40.0),
         ),
     }
-    return PipelineTermsRecord(**{**fields, **changes})
+    return PipelineTerms(**{**fields, **changes})
 
 
 def plan() -> Plan:
     made = made_hybrid_plan(ClusterSpec.parse("A100-40GB:3"), ({}, {}, {}), crossing=True)
-    certificate = CertificateRecord(
+    certificate = Certificate(
         **{
             **vars(made.certificate),
             "objective_seconds": 28.0,

@@ -67,7 +67,7 @@ def on_mesh(
 def sent(own: OnMesh, *, backward: bool) -> Counter[tuple[str, str, float]]:
     """Count the collectives of one way."""
     return Counter(
-        (item.node, item.kind, item.whole_bytes) for item in own.traffic if item.backward == backward
+        (item.value, item.kind, item.size_bytes) for item in own.collectives if item.backward == backward
     )
 
 
@@ -146,11 +146,8 @@ def test_sums_of_input_gradients_run_beside_weight_gradients(blocks: tuple[str, 
         if node.target is sum_gradient and all("linear" in str(user.target) for user in node.users)
     }
     assert len(readers) >= 4
-    sums = [t for t in together.traffic if t.backward and t.node in readers and t.kind == "all_reduce"]
-    saved = sum(
-        min(t.seconds(together.links[t.axis]), costs.weight_gradient_seconds(readers[t.node], size, device))
-        for t in sums
-    )
+    sums = [t for t in together.collectives if t.backward and t.value in readers and t.kind == "all_reduce"]
+    saved = sum(min(t.seconds, costs.weight_gradient_seconds(readers[t.value], size, device)) for t in sums)
     # Gradients of norms' weights are made with those of inputs.
     others = [op for op, half in enumerate(costs.weight_half) if not half]
     at_once = costs.segment_seconds(others, size, device).backward_weight
@@ -168,9 +165,9 @@ def test_gathers_run_beside_the_ops_in_front_of_them() -> None:
     size = SAMPLES // 2 // own.batch.multiple
     costs = cost_graph(own, only_size=size)
     gathers = {
-        t.node: t.seconds(ahead.links[t.axis])
-        for t in ahead.traffic
-        if not t.backward and t.kind == "all_gather" and t.node.startswith("p_")
+        t.value: t.seconds
+        for t in ahead.collectives
+        if not t.backward and t.kind == "all_gather" and t.value.startswith("p_")
     }
     steps: list[tuple[list[int], float]] = [([], 0.0)]
     """Ops in front of each step, and its gathers' seconds."""
@@ -187,7 +184,7 @@ def test_gathers_run_beside_the_ops_in_front_of_them() -> None:
         for ops, sending in steps[1:]
         if sending
     )
-    alone = {t.node: t.seconds(apart.links[t.axis]) for t in apart.traffic if not t.backward}
+    alone = {t.value: t.seconds for t in apart.collectives if not t.backward}
     saved += sum(alone[name] - seconds for name, seconds in gathers.items())
     assert len(steps) > 5
     assert apart.segment.cost.forward_seconds - ahead.segment.cost.forward_seconds == pytest.approx(

@@ -77,7 +77,7 @@ def test_a_sharded_candidate(graph: OpGraph) -> None:
     is_the_same(compiled, again)
     placement = compiled.outcome.best.candidate.shardings[0]
     assert again.groups == (placement.mesh.ranks,) == ((0, 1),)
-    assert again.meshes[0].traffic
+    assert again.meshes[0].collectives
     assert compiled.bridges == (), "what the devices share crosses between no two stages"
     one = realize(graph, costs_of(graph, TWO), TWO, JOB, sharded_candidate(graph, placement))
     is_the_same(compiled, one)

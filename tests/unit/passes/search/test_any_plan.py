@@ -51,8 +51,8 @@ def test_products_are_shared_by_all_devices() -> None:
 
 def test_a_plan_below_its_bound_is_an_internal_error() -> None:
     certificate = Certificate(
-        "step", 1.0, 1.0, 0.0, "all", "none", "optimal", 0.0,
-        simulated_lower_bound_seconds=0.5, whole_ops_bound_seconds=0.9,
+        objective="step", objective_seconds=1.0, bound_seconds=1.0, gap=0.0, space="all", method="none",
+        solver_status="optimal", search_seconds=0.0, simulated_lower_bound_seconds=0.5, whole_ops_bound_seconds=0.9,
     )  # fmt: skip
     certificate.refuse_broken_bounds(0.8, whole_ops=False)
     with pytest.raises(InternalError, match=r"0\.8 s.*plan of whole ops.*0\.9 s"):
