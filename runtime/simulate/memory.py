@@ -26,6 +26,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from enum import IntEnum
 from typing import TypeAlias
 
 import numpy as np
@@ -39,16 +40,36 @@ Instant: TypeAlias = tuple[Floats, Floats]
 """(seconds, place in the program: settles what comes first at equal times), per micro-batch."""
 
 
+class Held(IntEnum):
+    """What a rank holds, by the rows of the table above."""
+
+    STATE = 0
+    GRADIENTS = 1
+    """Those of parameters, from the end of the first backward on."""
+    SAVED = 2
+    WITHIN_BACKWARD = 3
+    VALUES = 4
+    """Values between segments, and their gradients."""
+    UPDATE = 5
+
+
 @dataclass(frozen=True)
 class MemoryCurve:
     """A rank's memory: ``bytes_held[i]`` from ``seconds[i]`` until ``seconds[i + 1]``."""
 
     seconds: Floats
     bytes_held: Floats
+    kinds: Floats
+    """The number in ``Held`` of what each change is of."""
 
     @property
     def peak_bytes(self) -> int:
         return int(self.bytes_held.max(initial=0.0))
+
+    def bytes_of(self, kind: Held) -> Floats:
+        """Return what is held of one kind from each moment on."""
+        changes = np.diff(self.bytes_held, prepend=0.0)
+        return np.cumsum(np.where(self.kinds == kind, changes, 0.0))
 
 
 @dataclass(frozen=True)
@@ -76,36 +97,28 @@ class StepTimes:
 
 
 class _Ledger:
-    """Allocations and releases, per rank."""
+    """Allocations and releases, per rank: columns of (kind, seconds, place, change)."""
 
     def __init__(self, world_size: int, scale: Floats) -> None:
         self._scale = scale
-        self._entries: list[list[tuple[Floats, Floats, Floats]]] = [[] for _ in range(world_size)]
+        self._entries: list[list[Floats]] = [[] for _ in range(world_size)]
 
-    def hold(self, rank: int, size_bytes: float | Floats, since: Instant, until: Instant) -> None:
+    def hold(self, rank: int, kind: Held, size_bytes: float | Floats, since: Instant, until: Instant) -> None:
         """Hold ``size_bytes`` (of a full micro-batch; an array where they differ) from ``since`` to ``until``."""
         held = size_bytes * self._scale
         if held.any():
-            self._entries[rank] += [(*since, held), (*until, -held)]
+            kinds = np.full(len(held), float(kind))
+            self._entries[rank] += [np.stack((kinds, *since, held)), np.stack((kinds, *until, -held))]
 
-    def keep(self, rank: int, size_bytes: float, since: tuple[float, float]) -> None:
-        """Hold ``size_bytes``, whatever the micro-batch's size, from one moment to the end of the step."""
-        seconds, place = since
-        self._entries[rank].append((np.array([seconds]), np.array([place]), np.array([float(size_bytes)])))
-
-    def update(self, rank: int, size_bytes: float, since: float, until: float) -> None:
-        """Hold ``size_bytes`` while the optimizer steps, which comes after everything else of its moment."""
-        place = np.full(1, np.inf)
-        self._entries[rank] += [
-            (np.array([since]), place, np.array([size_bytes])),
-            (np.array([until]), place, np.array([-size_bytes])),
-        ]
+    def change(self, rank: int, kind: Held, size_bytes: float, seconds: float, place: float) -> None:
+        """Hold ``size_bytes`` more from one moment on, whatever the micro-batch's size."""
+        self._entries[rank].append(np.array([[kind], [seconds], [place], [size_bytes]], dtype=np.float64))
 
     def curve(self, rank: int, state_bytes: float) -> MemoryCurve:
-        entries = [(np.zeros(1), np.full(1, -1.0), np.full(1, state_bytes)), *self._entries[rank]]
-        seconds, place, change = (np.concatenate(column) for column in zip(*entries, strict=True))
+        self.change(rank, Held.STATE, state_bytes, 0.0, -1.0)
+        kinds, seconds, place, change = np.concatenate(self._entries[rank], axis=1)
         order = np.lexsort((place, seconds))
-        return MemoryCurve(seconds[order], np.cumsum(change[order]))
+        return MemoryCurve(seconds[order], np.cumsum(change[order]), kinds[order])
 
 
 def memory_curves(
@@ -124,21 +137,29 @@ def memory_curves(
     for s, segment in enumerate(graph.segments):
         cost, rank = segment.cost, segment.rank
         deferred = cost.weight_saved_bytes * (times.end[2, s] >= 0.0)
-        ledger.hold(rank, cost.saved_bytes, begun[s], _latest(forward[s], backward[s]))
+        ledger.hold(rank, Held.SAVED, cost.saved_bytes, begun[s], _latest(forward[s], backward[s]))
         if segment.has_backward and (times.end[1, s] >= 0.0).any():
             first = int(np.argmin(np.where(times.end[1, s] >= 0.0, times.place[1, s], np.inf)))
             within = np.full(len(scale), float(cost.transient_bytes))
             within[first] = cost.first_transient_bytes or cost.transient_bytes
-            ledger.hold(rank, within, (times.start[1, s], times.place[1, s]), backward[s])
+            ledger.hold(
+                rank, Held.WITHIN_BACKWARD, within, (times.start[1, s], times.place[1, s]), backward[s]
+            )
             at_first[rank] -= cost.gradient_bytes
-            ledger.keep(rank, cost.gradient_bytes, (float(done[s][0][first]), float(done[s][1][first])))
-        ledger.hold(rank, deferred, backward[s], done[s])  # after what ends at the same moment
+            ledger.change(
+                rank, Held.GRADIENTS, cost.gradient_bytes, *(float(moment[first]) for moment in done[s])
+            )
+        ledger.hold(rank, Held.SAVED, deferred, backward[s], done[s])  # after what ends at the same moment
     for value in graph.values:
         _hold_value(ledger, graph, times, value, done)
     for rank, size_bytes in enumerate(update_bytes):
         since, until = times.updates[rank]
         if size_bytes and since >= 0.0:
-            ledger.update(rank, float(size_bytes), since, until)
+            for seconds, change in (
+                (since, size_bytes),
+                (until, -size_bytes),
+            ):  # after all else of the moment
+                ledger.change(rank, Held.UPDATE, change, seconds, np.inf)
     return tuple(ledger.curve(rank, at_first[rank]) for rank in range(graph.world_size))
 
 
@@ -162,19 +183,21 @@ def _hold_value(
         # Pieces are put together in one tensor, which is made when the first of them is posted.
         posted = [times.messages[value.name, False, s, t].posted for s, t, _ in there if t == away[0]]
         received_bytes = sum(size for _, t, size in there if t == away[0])
-        ledger.hold(away[0], received_bytes, _earliest(*posted), finished)
+        ledger.hold(away[0], Held.VALUES, received_bytes, _earliest(*posted), finished)
         if not trained:
             continue
         made = _earliest(*((times.start[1, c], times.place[1, c]) for c in consumers))
         sent = [times.messages[value.name, True, s, t].sent for s, t, _ in back if s == away[0]]
         until = _latest(*(sent or [_ends(times, 1, c) for c in consumers]))
-        ledger.hold(away[0], received_bytes, made, until)
+        ledger.hold(away[0], Held.VALUES, received_bytes, made, until)
         posted = [times.messages[value.name, True, s, t].posted for s, t, _ in back if t == home]
-        ledger.hold(home, sum(size for _, t, size in back if t == home), _earliest(*posted), returned)
-    ledger.hold(home, value.size_bytes, begun, held_until)
+        ledger.hold(
+            home, Held.VALUES, sum(size for _, t, size in back if t == home), _earliest(*posted), returned
+        )
+    ledger.hold(home, Held.VALUES, value.size_bytes, begun, held_until)
     if local and trained:
         made = _earliest(*((times.start[1, c], times.place[1, c]) for c in local))
-        ledger.hold(home, value.size_bytes, made, returned)
+        ledger.hold(home, Held.VALUES, value.size_bytes, made, returned)
 
 
 def _ends(times: StepTimes, plane: int, segment: int) -> Instant:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -252,8 +252,8 @@ def _memory(
     return tuple(
         curves[rank]
         if leader == rank
-        else MemoryCurve(
-            curves[leader].seconds, curves[leader].bytes_held - state_bytes[leader] + state_bytes[rank]
+        else replace(
+            curves[leader], bytes_held=curves[leader].bytes_held - state_bytes[leader] + state_bytes[rank]
         )
         for rank, leader in enumerate(leader_of)
     )
