@@ -24,7 +24,7 @@ _NEVER_BACK = ("all_gather", "reduce_scatter")
 """Bridges whose gradients never go by the same kind: such a one in backward is for what is computed again there."""
 
 
-class _Readers:
+class _StageReaders:
     """The ops that read a value, by stage. Values are numbered as in the outline: op n, or input -1 - n."""
 
     def __init__(self, plan: PlanData, outline: ModelOutline) -> None:
@@ -51,11 +51,11 @@ class _Readers:
 
 def bridges_data(plan: PlanData, outline: ModelOutline) -> list[dict[str, Any]]:
     """Return every bridge as the page draws it. Bytes are of a micro-batch."""
-    readers = _Readers(plan, outline)
+    readers = _StageReaders(plan, outline)
     return [*_between_stages(plan, readers), *_inside(plan, readers)]
 
 
-def _between_stages(plan: PlanData, readers: _Readers) -> Iterator[dict[str, Any]]:
+def _between_stages(plan: PlanData, readers: _StageReaders) -> Iterator[dict[str, Any]]:
     values = {value.name: value for value in plan.values}
     for transfer in plan.transfers:
         value, made = values.get(transfer.value), readers.number.get(transfer.value)
@@ -77,7 +77,7 @@ def _between_stages(plan: PlanData, readers: _Readers) -> Iterator[dict[str, Any
             )  # fmt: skip
 
 
-def _inside(plan: PlanData, readers: _Readers) -> Iterator[dict[str, Any]]:
+def _inside(plan: PlanData, readers: _StageReaders) -> Iterator[dict[str, Any]]:
     for index, stage in enumerate(plan.stages):
         for item in () if stage.sharding is None else stage.sharding.collectives:
             found = _ends(item, index, readers)
@@ -92,7 +92,7 @@ def _inside(plan: PlanData, readers: _Readers) -> Iterator[dict[str, Any]]:
             yield _bridge(*ends, collective_name(item.kind), item.size_bytes, gradient, text, item.seconds)
 
 
-def _ends(item: StageCollective, stage: int, readers: _Readers) -> tuple[int, int, bool] | None:
+def _ends(item: StageCollective, stage: int, readers: _StageReaders) -> tuple[int, int, bool] | None:
     """Return the op that makes what a collective moves, the one that reads it, and whether it is moved a second time.
 
     Both are one op where an op talks by itself, where a parameter is gathered for it, and where a value leaves the stage.

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from itertools import count
 
 from partitioner.pictures.drawing import Drawing, Edge, Node
-from partitioner.pictures.looks import PALETTE, tint
+from partitioner.pictures.svg import PALETTE, tint
 
 LEGEND_ROWS = 10
 """The most entries of the legend in a column."""

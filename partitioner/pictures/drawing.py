@@ -19,17 +19,17 @@ from cost_models.units import format_bytes
 
 WIDEST = 44
 """The most characters of a line in a box; longer ones are cut in the middle. A box of more is wider than its neighbours."""
-Way = Literal["there", "back", "each way"]
-Kind = Literal["op", "ops", "module", "fold", "stage", "note"]
+BridgeWay = Literal["there", "back", "each way"]
+BoxKind = Literal["op", "ops", "module", "fold", "stage", "note"]
 
 
 @dataclass(frozen=True)
-class Bridge:
+class BridgeLabel:
     """Bridges of one kind between two boxes, or inside of one. ``cost`` in ``unit``: of graphs that know no bytes."""
 
     kind: str
     size_bytes: float
-    way: Way = "there"
+    way: BridgeWay = "there"
     """"back": gradients, from the reader of a value to its maker; "each way": as much in both directions."""
     count: int = 1
     cost: float = 0.0
@@ -43,9 +43,9 @@ class Bridge:
         return f"{self.kind}{times} {amount}{'' if self.way == 'there' else f' {self.way}'}"
 
 
-def together(bridges: Iterable[Bridge]) -> tuple[Bridge, ...]:
+def together(bridges: Iterable[BridgeLabel]) -> tuple[BridgeLabel, ...]:
     """Add up bridges by kind, the largest first; what goes there and comes back alike is one "each way"."""
-    found: dict[tuple[str, str], dict[Way, Bridge]] = {}
+    found: dict[tuple[str, str], dict[BridgeWay, BridgeLabel]] = {}
     for bridge in bridges:
         ways = found.setdefault((bridge.kind, bridge.unit), {})
         sum_ = ways.get(bridge.way)
@@ -59,7 +59,7 @@ def together(bridges: Iterable[Bridge]) -> tuple[Bridge, ...]:
                 cost=sum_.cost + bridge.cost,
             )
         )
-    sums: list[Bridge] = []
+    sums: list[BridgeLabel] = []
     for ways in found.values():
         there, back = ways.get("there"), ways.get("back")
         if there is not None and back is not None and there == replace(back, way="there"):
@@ -74,7 +74,7 @@ class Node:
     """A box. With ``children`` it is drawn around them. ``stages``: numbers; of none in a drawing without a plan."""
 
     id: str
-    kind: Kind
+    kind: BoxKind
     lines: tuple[str, ...]
     stages: tuple[int, ...] = ()
     stage_text: str = ""
@@ -104,7 +104,7 @@ class Edge:
     source: str
     target: str
     values: int = 1
-    bridges: tuple[Bridge, ...] = ()
+    bridges: tuple[BridgeLabel, ...] = ()
     again: bool = False
 
     @property

@@ -16,10 +16,19 @@ from cost_models.units import format_bytes, format_seconds
 from partitioner.pictures.drawing import short_text
 from partitioner.pictures.graph_svg import to_svg
 from partitioner.pictures.lanes import Lane, Lanes, lanes_of
-from partitioner.pictures.looks import tint
 from partitioner.pictures.memory import memory_data
 from partitioner.pictures.plan_drawing import plan_drawing
-from partitioner.pictures.svg import LINE, PALE_INK, document, element, filled, hatch, text_pixels, words
+from partitioner.pictures.svg import (
+    LINE,
+    PALE_INK,
+    document,
+    element,
+    filled,
+    hatch,
+    text_pixels,
+    tint,
+    words,
+)
 from partitioner.record.data import PlanData
 from partitioner.record.file import write_text
 from partitioner.record.rebuild import simulate_plan

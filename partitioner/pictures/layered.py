@@ -33,22 +33,22 @@ LONGEST = 100
 GRID_ROW = 6
 """Boxes without arrows in one row."""
 
-Point = tuple[float, float]
+XY = tuple[float, float]
 
 
 @dataclass(frozen=True)
-class Layout:
+class RowLayout:
     """The middle of each box across and its upper edge, the points of each arrow, and the size of it all."""
 
-    places: tuple[Point, ...]
-    paths: tuple[tuple[Point, ...], ...]
+    places: tuple[XY, ...]
+    paths: tuple[tuple[XY, ...], ...]
     width: float
     height: float
 
 
 def layered(
-    sizes: Sequence[Point], edges: Sequence[tuple[int, int]], order: Sequence[float] | None = None
-) -> Layout:
+    sizes: Sequence[XY], edges: Sequence[tuple[int, int]], order: Sequence[float] | None = None
+) -> RowLayout:
     """Lay out boxes of ``sizes``. ``order``: an arrow from a box to one before it in this order goes up."""
     order = range(len(sizes)) if order is None else order
     rank = {box: (order[box], box) for box in range(len(sizes))}
@@ -74,11 +74,11 @@ def layered(
         points.append((xs[last] + shift, tops[row_of[last]][0]))
         paths.append(tuple(points if (a, b) == (first, last) else reversed(points)))
     width = max((xs[box] + shift + nodes[box][0] / 2 for box in xs), default=0.0)
-    return Layout(places, tuple(paths), width, height)
+    return RowLayout(places, tuple(paths), width, height)
 
 
 def _rows(
-    sizes: Sequence[Point], down: Sequence[tuple[int, int]], rank: dict[int, tuple[float, int]]
+    sizes: Sequence[XY], down: Sequence[tuple[int, int]], rank: dict[int, tuple[float, int]]
 ) -> list[list[int]]:
     dag: nx.DiGraph[int] = nx.DiGraph()
     dag.add_edges_from((a, b) for a, b in down if a != b)
@@ -94,7 +94,7 @@ def _rows(
     return [*grid, *rows]
 
 
-def _chain(a: int, b: int, row_of: dict[int, int], rows: list[list[int]], nodes: list[Point]) -> list[int]:
+def _chain(a: int, b: int, row_of: dict[int, int], rows: list[list[int]], nodes: list[XY]) -> list[int]:
     """Return an arrow's ends with a new point in each row between them."""
     chain = [a]
     between = range(row_of[a] + 1, row_of[b])
@@ -132,7 +132,7 @@ def _order(rows: list[list[int]], links: Sequence[tuple[int, int]]) -> None:
 
 
 def _places(
-    rows: Sequence[Sequence[int]], links: Sequence[tuple[int, int]], nodes: Sequence[Point]
+    rows: Sequence[Sequence[int]], links: Sequence[tuple[int, int]], nodes: Sequence[XY]
 ) -> dict[int, float]:
     xs: dict[int, float] = {}
     for row in rows:  # at first side by side around 0
@@ -160,7 +160,7 @@ def _places(
     return xs
 
 
-def _offsets(row: Sequence[int], nodes: Sequence[Point]) -> list[float]:
+def _offsets(row: Sequence[int], nodes: Sequence[XY]) -> list[float]:
     """Return the middles of a row's boxes where they stand as near as they may."""
     found, right = [], 0.0
     for box in row:
@@ -185,7 +185,7 @@ def _ascending(wanted: Sequence[float], weights: Sequence[float]) -> list[float]
     return [mean for mean, _, count in pools for _ in range(count)]
 
 
-def _tops(rows: Sequence[Sequence[int]], nodes: Sequence[Point]) -> tuple[list[tuple[float, float]], float]:
+def _tops(rows: Sequence[Sequence[int]], nodes: Sequence[XY]) -> tuple[list[tuple[float, float]], float]:
     """Return the upper and lower edge of each row, and the height of all."""
     found, top = [], 0.0
     for row in rows:

@@ -7,10 +7,9 @@ from typing import TYPE_CHECKING
 
 from cost_models.errors import PlanError, UsageError
 from cost_models.units import format_bytes, format_seconds
-from partitioner.pictures.boxes import MOST_BOXES
 from partitioner.pictures.data import stage_data
-from partitioner.pictures.drawing import Bridge, Drawing, Edge, Node, short_text, together
-from partitioner.pictures.graph_drawing import graph_drawing
+from partitioner.pictures.drawing import BridgeLabel, Drawing, Edge, Node, short_text, together
+from partitioner.pictures.graph_drawing import MOST_BOXES, graph_drawing
 from partitioner.pictures.ops import op_graph_data
 from partitioner.record.data import PlanData
 from partitioner.record.modules import shorten
@@ -83,12 +82,12 @@ def stage_drawing(plan: PlanData, *, whole: bool = False) -> Drawing:
         )
         for index, stage in enumerate(plan.stages)
     ]
-    sent: defaultdict[tuple[int, int], list[Bridge]] = defaultdict(list)
+    sent: defaultdict[tuple[int, int], list[BridgeLabel]] = defaultdict(list)
     for value in plan.values:
         for consumer in value.consumers:
             apart = plan.stages[value.producer].devices != plan.stages[consumer].devices
             sent[value.producer, consumer].append(
-                Bridge("send/recv" if apart else "on the same device", value.size_bytes)
+                BridgeLabel("send/recv" if apart else "on the same device", value.size_bytes)
             )
     edges = [
         Edge(f"stage{source}", f"stage{target}", len(own), together(own))

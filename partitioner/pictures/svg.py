@@ -1,6 +1,8 @@
 """A small writer of SVG: elements from names and attributes, all text escaped, sizes of texts estimated.
 
 The pictures have a light ground and can be printed without colour: what a colour says is also said by words or a hatch.
+The colours are those of the report page in its light theme: eight that people with any colour vision tell apart
+(M. Okabe and K. Ito, "Color Universal Design", two of them made darker), thinned so that black text stands on them.
 """
 
 from __future__ import annotations
@@ -10,8 +12,10 @@ from collections.abc import Iterable
 from html import escape
 
 from cost_models.shown import printable
-from partitioner.pictures.looks import PALETTE
 
+PALETTE = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00", "#7b61c4", "#8f8200")
+TINT = 0.24
+"""The share of the colour in a tint; the rest is white."""
 FONT = "Helvetica, Arial, 'DejaVu Sans', 'Noto Sans', sans-serif"
 INK, PALE_INK, LINE, GROUND = "#1c2126", "#59636e", "#8a939c", "#ffffff"
 """Text, text of less weight (7:1 and 5.6:1 on white), lines, and the ground, as on the report page."""
@@ -26,6 +30,13 @@ HATCHES = (
     "M2 4H6",
 )
 """Lines in squares of 8 pixels; the first of no hatch."""
+
+
+def tint(number: int, share: float = TINT) -> str:
+    """Return a colour thinned with white."""
+    colour = PALETTE[number % len(PALETTE)]
+    parts = (int(colour[at : at + 2], 16) for at in (1, 3, 5))
+    return "#" + "".join(f"{round(255 - (255 - part) * share):02x}" for part in parts)
 
 
 def element(name: str, /, *children: str, **attributes: object) -> str:

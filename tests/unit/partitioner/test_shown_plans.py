@@ -17,10 +17,10 @@ from cost_models.errors import PlanError
 from partitioner import Plan
 from partitioner.cli import run_command
 from partitioner.cost_graphs.plan import GraphPlan
-from partitioner.pictures.boxes import MOST_BOXES
 from partitioner.pictures.cost_graph_data import cost_graph_drawing
 from partitioner.pictures.dot import to_dot
 from partitioner.pictures.drawing import Drawing
+from partitioner.pictures.graph_drawing import MOST_BOXES
 from partitioner.pictures.graph_svg import to_svg
 from partitioner.pictures.plan_drawing import plan_drawing, stage_drawing
 from partitioner.verify.report import VerifyReport

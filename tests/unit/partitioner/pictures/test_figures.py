@@ -13,8 +13,7 @@ import pytest
 from cost_models.errors import UsageError
 from partitioner import Plan
 from partitioner.pictures.figures import FIGURES, LONGEST_PNG, MOST_COLUMNS, _columns, _write_png
-from partitioner.pictures.looks import PALETTE, tint
-from partitioner.pictures.svg import document, hatch, words
+from partitioner.pictures.svg import PALETTE, document, hatch, tint, words
 from tests.support.two_layers import two_layers
 
 SVG = "{http://www.w3.org/2000/svg}"
