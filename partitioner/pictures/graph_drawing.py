@@ -148,7 +148,7 @@ def _ops_of(node: Mapping[str, Any]) -> list[int]:
 
 def _stand_ins(node: Mapping[str, Any]) -> Iterator[tuple[int, int]]:
     """Yield each op of a fold's later blocks with the op of the first block that is drawn for it."""
-    members = node.get("members") or ()
+    members: Sequence[Mapping[str, Any]] = node.get("members") or []
     for member in members[1:]:
         yield from zip(_ops_of(member), _ops_of(members[0]), strict=True)
     for child in members[:1] or node["children"]:
