@@ -84,7 +84,7 @@ class _Canvas:
         self.has_legend = bool(drawing.legend)
         self.nodes = {node.id: node for node in root.all()}
         self.within: dict[str, dict[tuple[str, str], list[Edge]]] = defaultdict(dict)
-        """By box, the arrows between each two of its children."""
+        """Arrows between each two children of a box, by the box."""
         self.again: defaultdict[str, list[BridgeLabel]] = defaultdict(list)
         paths: dict[str, tuple[str, ...]] = {}
 

@@ -41,7 +41,7 @@ Instant: TypeAlias = tuple[Floats, Floats]
 
 
 class Held(IntEnum):
-    """What a rank holds, by the rows of the table above."""
+    """Kinds of memory: the rows of the table above, values and their gradients as one."""
 
     STATE = 0
     GRADIENTS = 1
