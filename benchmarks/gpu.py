@@ -33,7 +33,7 @@ from xml.etree import ElementTree
 import torch
 
 from benchmarks.gpu_models import MODELS, predicted_again
-from cost_models.gpu.profile import GpuProfile
+from cost_models.measure.calibration import Calibration
 
 LIMIT_SECONDS = 460.0
 """Eight minutes, less the grace of a last part and the start of this process."""
@@ -176,12 +176,12 @@ def table(found: dict[str, Any]) -> str:
 
 def again(found: dict[str, Any]) -> dict[str, Any]:
     """Predict the measured models of earlier figures anew, at default costs and at those of their calibration."""
-    profile = GpuProfile.model_validate(found["parts"]["calibration"]["figures"])
+    calibration = Calibration.from_dict(found["parts"]["calibration"]["figures"])
     parts = {}
     for name, part in found["parts"].items():
         row = part.get("figures", {})
         if name.startswith("model ") and "measured" in row:
-            predicted = predicted_again(MODELS[name.removeprefix("model ")], profile)
+            predicted = predicted_again(MODELS[name.removeprefix("model ")], calibration)
             part = {**part, "figures": {**row, "predicted": predicted}}
         parts[name] = part
     return {**found, "parts": parts}

@@ -23,10 +23,10 @@ import torch
 import torch.distributed as dist
 
 from cost_models.cluster import ClusterSpec
-from cost_models.gpu.fit import calibrated
-from cost_models.gpu.profile import GpuProfile
+from cost_models.measure.calibration import Calibration
 from cost_models.precision import Precision
 from cost_models.presets import DEVICES
+from cost_models.variants import calibrated
 from examples.mlp import mlp
 from examples.unet import unet
 from partitioner.api import partition
@@ -163,13 +163,13 @@ def figures_of(
         yield row
 
 
-def predicted_again(model: GpuModel, profile: GpuProfile) -> dict[str, Any]:
-    """Predict a model on the card of a profile, at the default costs and at the profile's."""
+def predicted_again(model: GpuModel, calibration: Calibration) -> dict[str, Any]:
+    """Predict a model on the card of a calibration, at the default costs and at the measured ones."""
     _, plan = _planner(model, model.load())
-    cluster = _cluster_of_card(profile.machine.card, profile.machine.memory_bytes)
+    cluster = _cluster_of_card(calibration.machine.card, calibration.machine.memory_bytes)
     return {
         "defaults": _predicted(plan(cluster)),
-        "calibrated": _predicted(plan(calibrated(cluster, profile))),
+        "calibrated": _predicted(plan(calibrated(cluster, calibration))),
     }
 
 
@@ -233,8 +233,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     os.environ.update(one)
     device, calibrate = torch.device(options.device), None
     if options.calibration is not None and options.calibration.exists():
-        profile = GpuProfile.load(options.calibration)
-        calibrate = partial(calibrated, profile=profile)
+        calibrate = partial(calibrated, calibration=Calibration.load(options.calibration))
     for row in figures_of(MODELS[options.model], cluster_of(device), device, calibrate):
         options.json.write_text(json.dumps(row, indent=1))
     if dist.is_initialized():

@@ -27,8 +27,8 @@ from benchmarks.bootstrap import median_ratio
 from benchmarks.overlap_rank import prepare_both, take_turns, without
 from benchmarks.prediction import calibrated
 from benchmarks.prediction_plans import PlanCase, fixed
-from cost_models.calibration import VARIABLE
 from cost_models.cluster import ClusterSpec
+from cost_models.measure.stored import VARIABLE
 from runtime.ranks.launch import WorkerPool
 
 HEAD = (

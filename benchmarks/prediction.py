@@ -37,9 +37,11 @@ from benchmarks.prediction_rank import (
     time_steps,
 )
 from benchmarks.residuals import Residual, replace_residuals, residual_of
-from cost_models.calibration import VARIABLE, calibrate
 from cost_models.cluster import ClusterSpec
 from cost_models.host import core_count
+from cost_models.measure.run import calibrate_workers
+from cost_models.measure.shown import render_calibration
+from cost_models.measure.stored import VARIABLE
 from partitioner.plan import Plan
 from partitioner.record.rebuild import simulate_plan
 from passes.costs.cases import count_case
@@ -170,10 +172,10 @@ def calibrated() -> Path:
 
     With two workers, or one where there is one core: rates are those of a worker that has a core.
     """
-    found = calibrate(min(2, core_count()), count_case, measure_collectives)
-    print(found)
+    calibration = calibrate_workers(min(2, core_count()), count_case, measure_collectives)
+    print(render_calibration(calibration))
     path = Path(os.environ.get("TMPDIR", "/tmp")) / f"partitioner-prediction-{os.getpid()}.json"
-    found.save(path)
+    calibration.save(path)
     return path
 
 

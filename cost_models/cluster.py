@@ -22,7 +22,6 @@ import yaml
 from pydantic import ConfigDict, Field, ValidationError, model_validator
 
 from cost_models import host
-from cost_models.calibration import stored_calibration
 from cost_models.cluster_checks import cluster_problems
 from cost_models.cluster_diagnosis import cluster_error
 from cost_models.cluster_fields import Section, Text, did_you_mean, expected, problems_error, short_form
@@ -31,6 +30,8 @@ from cost_models.cluster_schema import GPU_CONTENTION, DeviceSpec, HostSpec, Net
 from cost_models.devices import DEFAULT_EFFICIENCY, Device, DeviceKind, Rates
 from cost_models.errors import ClusterError
 from cost_models.links import Link, Path
+from cost_models.measure.fit import worker_rates
+from cost_models.measure.stored import stored_calibration
 from cost_models.presets import DEVICE_LINKS, DEVICES, MACHINE_NETWORKS, MACHINES
 from cost_models.provenance import DEFAULTS, Origin, origin_of
 from cost_models.rates import MeasuredRates, with_rates
@@ -118,7 +119,7 @@ class ClusterSpec(Section):
         """Make a cluster of ``workers`` CPU processes on this machine, over Gloo.
 
         Each has ``memory``, or an equal part of the machine's; with more workers than cores, also a part of a core.
-        Rates are those of this machine's calibration where there is one (``cost_models.calibration``).
+        Rates are those of this machine's calibration where there is one (``cost_models.measure``).
         """
         _check_count(workers, "workers")
         share = host.memory_bytes() // workers if memory is None else parse_bytes(memory)
@@ -142,12 +143,12 @@ class ClusterSpec(Section):
             "links": "Gloo-local",
         }
         cluster = cls.from_dict({"name": f"local:{workers}", "nodes": [node]}, source=f"local:{workers}")
-        found = stored_calibration()
-        if found is None:
+        stored = stored_calibration()
+        if stored is None:
             return cluster
-        calibration, path = found
+        calibration, path = stored
         provenance = f"calibration of {calibration.date} with {calibration.workers} workers ({path})"
-        return cluster.with_device_rates(calibration.rates(workers), provenance)
+        return cluster.with_device_rates(worker_rates(calibration, workers), provenance)
 
     @classmethod
     def parse(cls, text: str) -> Self:

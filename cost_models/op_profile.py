@@ -19,9 +19,10 @@ import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
-from typing import Literal, TypeAlias, cast
+from typing import Any, Literal, TypeAlias, cast
 
 import numpy as np
+import torch
 
 from cost_models.arrays import FloatArray
 
@@ -32,6 +33,49 @@ GENERIC = "elementwise"
 """The kind that stands for all that were not measured."""
 VIEW = "view"
 """The kind of ops that move nothing: only their overhead counts."""
+
+ALIASES = {
+    "clone": "contiguous",
+    "reshape": "contiguous",
+    "flatten": "contiguous",
+    "_to_copy": "contiguous",
+    "to": "contiguous",
+    "sub": "add",
+    "rsub": "add",
+    "div": "mul",
+    "neg": "mul",
+    "relu_": "relu",
+    "add_": "add",
+    "bmm": "matmul",
+    "mm": "matmul",
+    "addmm": "linear",
+    "conv1d": "conv2d",
+    "convolution": "conv2d",
+    "log_softmax": "softmax",
+    "sum": "mean",
+    "rms_norm": "layer_norm",
+    "sigmoid": "tanh",
+    "exp": "tanh",
+    "cos": "tanh",
+    "sin": "tanh",
+    "masked_fill": "where",
+    "stack": "cat",
+}
+"""Kinds that are charged as another one that does the same work."""
+
+MATH_ATTENTION = "math_attention"
+"""The kind of attention that is not one kernel, but products and a softmax (the backend "math")."""
+
+ARITHMETIC = frozenset(
+    {"linear", "matmul", "conv2d", "conv_transpose2d", "scaled_dot_product_attention", MATH_ATTENTION}
+)
+"""Kinds with a ``CostLine``; the others have a ``CostCurve``."""
+
+
+def kind_of(target: Any) -> str:
+    """Name the kind that an op is charged as: ``aten.gelu.default`` → ``gelu``."""
+    name = target._schema.name.rpartition("::")[2] if isinstance(target, torch._ops.OpOverload) else ""
+    return ALIASES.get(name, name)
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,9 @@ from __future__ import annotations
 import argparse
 import time
 
-from cost_models.calibration import cache_path, calibrate, stored_calibration
+from cost_models.measure.run import calibrate_workers
+from cost_models.measure.shown import render_calibration
+from cost_models.measure.stored import cache_path, stored_calibration
 from examples.byte_text import batches, gpt
 from partitioner import ClusterSpec, Plan, partition
 from passes.costs.cases import count_case
@@ -29,9 +31,13 @@ def main() -> None:
 
     heading("1. Measure this machine (cached)")
     if stored_calibration() is None:
-        calibrate(WORKERS, count_case, measure_collectives).save(cache_path())
+        calibrate_workers(WORKERS, count_case, measure_collectives).save(cache_path())
     stored = stored_calibration()
-    print(stored[0] if stored is not None else "no calibration: predictions rest on defaults")
+    print(
+        render_calibration(stored.calibration)
+        if stored is not None
+        else "no calibration: predictions rest on defaults"
+    )
 
     heading("2. Plan GPT-2 over bytes on two local workers")
     model = gpt(LAYERS, WIDTH)

@@ -11,15 +11,15 @@ import torch
 from cyclopts import Parameter
 
 from cost_models import host
-from cost_models.calibration import cache_path
-from cost_models.calibration import calibrate as measure
 from cost_models.cluster import ClusterSpec
 from cost_models.errors import UsageError
-from cost_models.gpu.cases import NUMBERS, DeviceCase, Number, PlannedOp, cases_of, device_cases
-from cost_models.gpu.fit import calibrated, calibrated_model, fit
-from cost_models.gpu.profile import GpuProfile, merged
-from cost_models.gpu.run import calibrate_device
-from cost_models.gpu.shown import render_profile, render_rates
+from cost_models.measure.calibration import Calibration, merged
+from cost_models.measure.cases import NUMBERS, NumberFormat, OpCase, PlannedOp, cases_of, device_cases
+from cost_models.measure.fit import fit
+from cost_models.measure.run import calibrate_device, calibrate_workers
+from cost_models.measure.shown import render_calibration, render_rates
+from cost_models.measure.stored import cache_path
+from cost_models.variants import calibrated, calibrated_model
 from partitioner.commands.options import JsonFlag, QuietFlag, WholeNumber, check_output, emit, progress
 from partitioner.plan import Plan
 from passes.costs.cases import count_case
@@ -74,39 +74,37 @@ def calibrate(
         Print the calibration as one JSON object.
     """
     _refuse_mixed(workers, device, output, for_, short, seconds, merge, cluster, cluster_output)
-    if device == "cpu" and not merge:
-        with progress("calibrating", quiet=quiet):
-            found = measure(
-                min(2, host.core_count()) if workers is None else workers, count_case, measure_collectives
-            )
-        path = cache_path() if output is None else output
-        found.save(path)
-        emit(f"{found}\nwritten to {path}", {**found.to_dict(), "path": str(path)}, json)
-        return 0
     check_output(cluster_output)
     target = None if cluster is None else ClusterSpec.parse(cluster)
-    cases = [] if merge else _cases(for_, short, target)
-    path = _gpu_path(device) if output is None else output
+    of_workers = device == "cpu" and not merge
+    cases = [] if merge or of_workers else _cases(for_, short, target)
+    if output is None:
+        output = cache_path() if of_workers else _gpu_path(device)
     if merge:
-        profile = merged([GpuProfile.load(file) for file in merge])
-        profile.save(path)
+        calibration = merged([Calibration.load(file, "cuda") for file in merge])
+        calibration.save(output)
+    elif of_workers:
+        with progress("calibrating", quiet=quiet):
+            count = min(2, host.core_count()) if workers is None else workers
+            calibration = calibrate_workers(count, count_case, measure_collectives)
+        calibration.save(output)
     else:
         with progress(f"calibrating {device}", quiet=quiet):
             limit = math.inf if seconds is None else seconds
             gpu = torch.device(device)
-            profile = calibrate_device(path, cases, count_case, gpu, seconds=limit, tell=report_phase)
-    text, data = [render_profile(profile), f"written to {path}"], profile.model_dump(mode="json")
+            calibration = calibrate_device(output, cases, count_case, gpu, seconds=limit, tell=report_phase)
+    text = [render_calibration(calibration), f"written to {output}"]
     if target is not None and cluster_output is not None:
         names = {case.name for case in cases} if for_ is not None else None
-        model = calibrated_model(target, profile)
-        like = next(found for found in target.devices if found.model == model)
-        calibrated(target, profile, names).save(cluster_output)
-        text += [render_rates(fit(profile, like, names), model), f"cluster written to {cluster_output}"]
-    emit("\n".join(text), {**data, "path": str(path)}, json)
+        model = calibrated_model(target, calibration)
+        like = next(device for device in target.devices if device.model == model)
+        calibrated(target, calibration, names).save(cluster_output)
+        text += [render_rates(fit(calibration, like, names), model), f"cluster written to {cluster_output}"]
+    emit("\n".join(text), {**calibration.model_dump(mode="json"), "path": str(output)}, json)
     return 0
 
 
-def _cases(plan: Path | None, short: bool, cluster: ClusterSpec | None) -> list[DeviceCase]:
+def _cases(plan: Path | None, short: bool, cluster: ClusterSpec | None) -> list[OpCase]:
     """List what to measure: the common ops, or those of a plan. Types that the cluster's devices lack are left out."""
     numbers = NUMBERS if cluster is None else tuple(n for n in NUMBERS if _is_supported(n, cluster))
     if plan is None:
@@ -129,7 +127,7 @@ def _cases(plan: Path | None, short: bool, cluster: ClusterSpec | None) -> list[
     return cases
 
 
-def _is_supported(number: Number, cluster: ClusterSpec) -> bool:
+def _is_supported(number: NumberFormat, cluster: ClusterSpec) -> bool:
     return all(number in device.flops_per_second for device in cluster.devices if device.kind == "cuda")
 
 

@@ -122,7 +122,7 @@ def _torch() -> tuple[str, tuple[tuple[str, ...], str | None, tuple[str, ...]]]:
 
 def _calibration() -> tuple[str | None, str | None]:
     """Return the file of the calibration that plans use, or of one that they do not."""
-    from cost_models.calibration import VARIABLE, cache_path, stored_calibration
+    from cost_models.measure.stored import VARIABLE, cache_path, stored_calibration
 
     found = stored_calibration()
     if found is not None:

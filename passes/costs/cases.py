@@ -9,8 +9,8 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from cost_models.attention import AttentionCall, transferred_bytes
-from cost_models.calibration_fit import CaseWork
-from cost_models.op_cases import OpCase
+from cost_models.measure.cases import OpCase
+from cost_models.measure.ops import CaseWork
 from passes.costs.arithmetic import attention_backward_flops, attention_flops
 from passes.costs.kernels import KernelCounter
 

@@ -31,7 +31,7 @@ from cost_models.compute import (
     additive_seconds,
     segment_seconds,
 )
-from cost_models.op_cases import MATH_ATTENTION, kind_of
+from cost_models.op_profile import MATH_ATTENTION, kind_of
 from passes.costs.extra_work import extra_work
 from passes.costs.profiled_once import profile_once
 from passes.costs.saved import OpProfile

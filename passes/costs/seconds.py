@@ -64,7 +64,7 @@ class OpRates:
     shares: FloatArray
     """Arithmetic that each signature does over that which is counted (``cost_models.compute``)."""
     kinds: tuple[str, ...]
-    """The kind that each signature is charged as on a calibrated device (``cost_models.op_cases.kind_of``)."""
+    """The kind that each signature is charged as on a calibrated device (``cost_models.op_profile.kind_of``)."""
     extra: Extra
 
     def rows(self, ops: IndexArray) -> OpRates:

@@ -44,8 +44,7 @@ from cost_models.cluster import ClusterSpec
 from cost_models.compute import class_peak_flops
 from cost_models.devices import Device
 from cost_models.memory import OPTIMIZERS, state_bytes
-from cost_models.op_cases import ARITHMETIC
-from cost_models.op_profile import VIEW, CostCurve, CostLine, OpTimes
+from cost_models.op_profile import ARITHMETIC, VIEW, CostCurve, CostLine, OpTimes
 from passes.costs.costs import GraphCosts
 from passes.graph.graph import OpGraph
 from passes.graph.recomputed import recomputed_ops

@@ -19,7 +19,7 @@ from typing import Any
 
 from cost_models.cluster import ClusterSpec
 from cost_models.devices import Device
-from cost_models.shrunk import part_of
+from cost_models.variants import part_of
 from passes.costs.costs import GraphCosts
 from passes.graph.graph import OpGraph
 from passes.search.fastest import fastest_of

@@ -29,8 +29,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, fx
 
-from cost_models.calibration import VARIABLE, cache_path
 from cost_models.layout import Partial
+from cost_models.measure.stored import VARIABLE, cache_path
 from passes.graph.nodes import op_name, tensors_of
 from passes.graph.recomputed import draws_random_numbers
 from passes.shard.rules import choices as choices_by_rule

@@ -19,7 +19,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from cost_models.calibration_run import Curve
 from runtime.mesh.axis import Axis
 
 SIZES_BYTES = (2**12, 2**16, 2**19, 2**22, 2**24)
@@ -30,7 +29,7 @@ PRODUCTS = 2
 """Products of 256 x 256 before each call: about as long as what a sharded block computes between two of them."""
 
 
-def measure_collectives(rank: int, group: Any) -> Mapping[str, Curve]:
+def measure_collectives(rank: int, group: Any) -> Mapping[str, Sequence[tuple[float, float]]]:
     """Measure with the other rank of ``group``, which calls this too; what the slower rank takes.
 
     A smaller tensor is not believed to take longer than a larger one.

@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 from cost_models.errors import InfeasibleError, TimeLimitError, UsageError
-from cost_models.grown import with_memory
 from cost_models.units import format_bytes
+from cost_models.variants import with_memory
 from passes.interrupts import may_be_lost
 from passes.progress import report_phase
 from passes.search.hybrid.degrees import Degrees

@@ -12,9 +12,9 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 
 from cost_models.errors import InfeasibleError
-from cost_models.grown import with_memory, with_more_nodes
 from cost_models.memory import OPTIMIZERS
 from cost_models.units import counted, format_bytes, percent
+from cost_models.variants import with_memory, with_more_nodes
 from passes.graph.blocks import block_of
 from passes.interrupts import may_be_lost
 from passes.progress import report_phase

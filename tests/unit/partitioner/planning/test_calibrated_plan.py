@@ -8,7 +8,7 @@ from torch import nn
 
 from cost_models.cluster import ClusterSpec
 from cost_models.cluster_schema import HostSpec
-from cost_models.op_cases import op_cases
+from cost_models.measure.cases import worker_cases
 from cost_models.op_profile import CostCurve, CostLine, OpTimes
 from cost_models.rates import MeasuredRates
 from partitioner.api import partition
@@ -75,7 +75,7 @@ def test_measured_kinds_replace_the_roofline(graph: OpGraph) -> None:
 
 
 def test_cases_are_counted_as_models_are() -> None:
-    case = next(c for c in op_cases() if c.kind == "linear" and tuple(c.inputs()[0].shape) == (64, 128))
+    case = next(c for c in worker_cases() if c.kind == "linear" and tuple(c.inputs()[0].shape) == (64, 128))
     model = nn.Sequential(nn.Linear(8, 128), nn.Linear(128, 512))
     traced = as_graph(
         model, example_inputs=(torch.randn(2, 8),), loss_fn=lambda output, batch: output.square().mean()

@@ -6,7 +6,7 @@ import pytest
 
 from benchmarks.fuzz_clusters import KINDS, look_at
 from cost_models.cluster import ClusterSpec
-from cost_models.shrunk import part_of
+from cost_models.variants import part_of
 from passes.search.hybrid.pools import divisions
 from passes.search.parts import parts
 

@@ -14,8 +14,8 @@ from torch import nn
 
 from cost_models.cluster import ClusterSpec
 from cost_models.errors import InfeasibleError
-from cost_models.grown import with_memory, with_more_nodes
 from cost_models.units import parse_bytes
+from cost_models.variants import with_memory, with_more_nodes
 from passes.costs.costs import costs_of
 from passes.graph.graph import OpGraph
 from passes.lower.job import Job

@@ -1,6 +1,6 @@
 """Times of messages between two local processes: latency, bandwidth, the host's share, and what they do to computing.
 
-Called in every worker of an initialized Gloo group; ranks 0 and 1 measure, the others wait at the next barrier.
+Called by ranks 0 and 1 of an initialized Gloo group, with their own group ``pair``; others wait at the next barrier.
 Messages go as the executor sends them: asynchronous sends and receives on both sides, then a wait.
 """
 
@@ -12,7 +12,6 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 _SIZES_BYTES = (1024, 64 * 1024, 512 * 1024, 4 * 2**20)
 _ROUNDS, _MESSAGES, _PRODUCTS_BETWEEN = 41, 16, 6
@@ -30,26 +29,24 @@ _TURNS = 5
 
 
 @dataclass(frozen=True)
-class LinkTimes:
+class MessageTimes:
     """``one_way``: (bytes, seconds) of a message. Overheads: host seconds to start one."""
 
     one_way: tuple[tuple[int, float], ...]
     send_seconds: float
     receive_seconds: float
     contention: float
-    """The slowdown of computing by messages, as in ``cost_models.cluster_schema.HostSpec``."""
+    """The slowdown of computing by messages, as in ``HostSpec``."""
 
 
-def measure_links(rank: int) -> LinkTimes | None:
-    """Measure messages between ranks 0 and 1. Rank 0 gets the result, others None; ranks above 1 return at once."""
-    if rank > 1:
-        return None
-    turns = [[_one_way_seconds(rank, size) for size in _SIZES_BYTES] for _ in range(_TURNS)]
+def measure_messages(rank: int, pair: dist.ProcessGroup) -> MessageTimes:
+    """Measure messages between the two ranks of ``pair``; what rank 0 returns counts."""
+    turns = [[_one_way_seconds(rank, pair, size) for size in _SIZES_BYTES] for _ in range(_TURNS)]
     one_way = tuple(zip(_SIZES_BYTES, map(min, zip(*turns, strict=True)), strict=True))
-    contention = _contention(rank, one_way)
+    contention = _contention(rank, pair, one_way)
     latency, bandwidth = fit_latency(one_way)
-    send, receive = _overheads(rank, (1 - 1 / contention) * (latency + _SMALL_BYTES / bandwidth))
-    return LinkTimes(one_way, send, receive, contention) if rank == 0 else None
+    send, receive = _overheads(rank, pair, (1 - 1 / contention) * (latency + _SMALL_BYTES / bandwidth))
+    return MessageTimes(one_way, send, receive, contention)
 
 
 def fit_latency(one_way: tuple[tuple[int, float], ...]) -> tuple[float, float]:
@@ -63,14 +60,7 @@ def fit_latency(one_way: tuple[tuple[int, float], ...]) -> tuple[float, float]:
     return latency, size / max(1e-7, seconds - latency)
 
 
-def _exchange(rank: int, buffer: Tensor, first: bool) -> None:
-    peer = 1 - rank
-    work = dist.isend(buffer, peer) if first else dist.irecv(buffer, peer)
-    assert work is not None
-    work.wait()
-
-
-def _one_way_seconds(rank: int, size_bytes: int) -> float:
+def _one_way_seconds(rank: int, pair: dist.ProcessGroup, size_bytes: int) -> float:
     """Time a message from its sending until the other rank goes on: half of the median round trip. Both ranks get it.
 
     As in a pipeline: the sender has just computed the tensor, and the receiver has posted its receive and waits. Ranks
@@ -78,7 +68,7 @@ def _one_way_seconds(rank: int, size_bytes: int) -> float:
     """
     turns = [torch.zeros(2, dtype=torch.float64) for _ in range(_ROUND_TRIPS)]
     for turn in turns:
-        dist.barrier(group=_pair())
+        dist.barrier(group=pair)
         coming = torch.empty(size_bytes // 4)
         receive = dist.irecv(coming, 1 - rank)
         assert receive is not None
@@ -97,13 +87,13 @@ def _one_way_seconds(rank: int, size_bytes: int) -> float:
         send.wait()
     ours = torch.stack(turns)
     computing = ours[:, 1].clone()
-    dist.all_reduce(computing, group=_pair())
+    dist.all_reduce(computing, group=pair)
     round_trip = (ours[:, 0] - computing).median()  # on rank 0: rank 1 does not see the whole of it
-    dist.broadcast(round_trip, 0, group=_pair())
+    dist.broadcast(round_trip, 0, group=pair)
     return float(round_trip) / 2
 
 
-def _overheads(rank: int, charged_seconds: float) -> tuple[float, float]:
+def _overheads(rank: int, pair: dist.ProcessGroup, charged_seconds: float) -> tuple[float, float]:
     """Measure what a message takes from the computing of its sender and of its receiver, as pipelines send it.
 
     The receive is posted before its message is sent, and both ranks compute before and after. Gloo then writes the message
@@ -112,11 +102,11 @@ def _overheads(rank: int, charged_seconds: float) -> tuple[float, float]:
     """
     added = []
     for _ in range(_ROUNDS):
-        dist.barrier(group=_pair())
+        dist.barrier(group=pair)
         quiet = sum(_products_seconds(_PRODUCTS_BETWEEN) for _ in range(_MESSAGES))
         buffers = [torch.ones(_SMALL_BYTES // 4) for _ in range(_MESSAGES)]
         works = [dist.irecv(buffers[0], 0)] if rank == 1 else []
-        dist.barrier(group=_pair())
+        dist.barrier(group=pair)
         started = time.perf_counter()
         for number in range(_MESSAGES):
             if rank == 1 and number + 1 < _MESSAGES:
@@ -128,14 +118,13 @@ def _overheads(rank: int, charged_seconds: float) -> tuple[float, float]:
         for work in works:
             assert work is not None
             work.wait()
-    own = max(0.0, statistics.median(added) - charged_seconds)
-    spent = torch.tensor([own], dtype=torch.float64)
-    theirs = torch.zeros_like(spent)
-    _exchange(rank, spent if rank == 1 else theirs, first=rank == 1)
-    return float(spent), float(theirs)
+    spent = torch.zeros(2, dtype=torch.float64)
+    spent[rank] = max(0.0, statistics.median(added) - charged_seconds)
+    dist.all_reduce(spent, group=pair)
+    return float(spent[0]), float(spent[1])
 
 
-def _contention(rank: int, one_way: tuple[tuple[int, float], ...]) -> float:
+def _contention(rank: int, pair: dist.ProcessGroup, one_way: tuple[tuple[int, float], ...]) -> float:
     """Measure how much slower a rank computes while a message of 512 KB is on its way, as long as its link says.
 
     Both ranks compute, as in a pipeline, and the transfers are the background threads' work. Computing that takes several
@@ -144,17 +133,17 @@ def _contention(rank: int, one_way: tuple[tuple[int, float], ...]) -> float:
     """
     latency, bandwidth = fit_latency(one_way)
     agreed_alone = torch.tensor(latency + _BESIDE_BYTES / bandwidth, dtype=torch.float64)
-    dist.all_reduce(agreed_alone, dist.ReduceOp.MAX, group=_pair())
+    dist.all_reduce(agreed_alone, dist.ReduceOp.MAX, group=pair)
     alone_seconds = float(agreed_alone)
     products = max(1, round(_BESIDE * alone_seconds / _BESIDE_SHARE / _products_seconds(64) * 64))
     agreed = torch.tensor(products)
-    dist.all_reduce(agreed, dist.ReduceOp.MAX, group=_pair())
+    dist.all_reduce(agreed, dist.ReduceOp.MAX, group=pair)
     products = int(agreed)
     lost = []
     for _ in range(_BESIDE_ROUNDS):
-        dist.barrier(group=_pair())
+        dist.barrier(group=pair)
         quiet = _products_seconds(products)
-        dist.barrier(group=_pair())
+        dist.barrier(group=pair)
         buffers = [torch.ones(_BESIDE_BYTES // 4) for _ in range(_BESIDE)]
         works = [dist.isend(b, 1) if rank == 0 else dist.irecv(b, 0) for b in buffers]
         lost.append((_products_seconds(products) - quiet) / _BESIDE)
@@ -162,23 +151,9 @@ def _contention(rank: int, one_way: tuple[tuple[int, float], ...]) -> float:
             assert work is not None
             work.wait()
     mean = torch.tensor(statistics.median(lost) / 2)
-    dist.all_reduce(mean, group=_pair())
+    dist.all_reduce(mean, group=pair)
     share = min(max(0.0, float(mean) / alone_seconds), 1 - 1 / _MOST_CONTENTION)
     return 1 / (1 - share)
-
-
-_pairs: dict[int, dist.ProcessGroup] = {}
-
-
-def _pair() -> dist.ProcessGroup:
-    """Return the group of ranks 0 and 1; ``make_pair`` has made it in every worker."""
-    return _pairs[0]
-
-
-def make_pair() -> dist.ProcessGroup:
-    """Make and return the group of ranks 0 and 1. Collective: all workers call it."""
-    _pairs[0] = dist.new_group([0, 1], backend="gloo")
-    return _pairs[0]
 
 
 def _products_seconds(count: int) -> float:

@@ -17,15 +17,16 @@ from cost_models.cluster import ClusterSpec
 from cost_models.compute import optimizer_seconds
 from cost_models.devices import Device
 from cost_models.errors import ClusterError, UsageError
-from cost_models.gpu import measure, run, timing
-from cost_models.gpu.cases import DeviceCase, PlannedOp, cases_of, device_cases
-from cost_models.gpu.fit import calibrated, fit
-from cost_models.gpu.links import measure_links
-from cost_models.gpu.profile import GpuMachine, GpuProfile, Measured, Part, merged
-from cost_models.gpu.run import calibrate_device, jobs_of
-from cost_models.gpu.shown import render_profile, render_rates
+from cost_models.measure import ops, run, timing
+from cost_models.measure.calibration import Calibration, Machine, Measurement, Timing, merged
+from cost_models.measure.cases import OpCase, PlannedOp, cases_of, device_cases
+from cost_models.measure.fit import fit
+from cost_models.measure.gpu_links import measure_links
+from cost_models.measure.run import calibrate_device, jobs_of
+from cost_models.measure.shown import render_calibration, render_rates
 from cost_models.memory import StateBytes
 from cost_models.op_profile import OpTimes
+from cost_models.variants import calibrated
 from partitioner import Workload, partition
 from partitioner.cli import run_command
 from partitioner.commands.calibrate import _cases as planned_cases
@@ -44,12 +45,12 @@ OPS = [
 ]
 
 
-def cases() -> list[DeviceCase]:
+def cases() -> list[OpCase]:
     return cases_of(OPS, ("float32", "bfloat16"))
 
 
-def machine(**change: Any) -> GpuMachine:
-    made = GpuMachine(
+def machine(**change: Any) -> Machine:
+    made = Machine(
         card="NVIDIA H100 80GB HBM3",
         count=1,
         memory_bytes=85 * 10**9,
@@ -79,7 +80,7 @@ def test_a_plans_ops_become_cases_of_their_own_sizes() -> None:
     assert len(names) == 4 + 3 * 2 == len(set(names)), (
         "each once, causal and full, nothing of a view or of float64"
     )
-    linear = cases()[0].op
+    linear = cases()[0]
     assert [tuple(t.shape) for t in (*linear.inputs(), *linear.weights())] == [(32, 16), (32, 16)]
     assert linear.call(*linear.inputs(), *linear.weights()).shape == (32, 32)
 
@@ -90,17 +91,17 @@ def test_the_common_cases_have_names_of_their_own_and_can_be_counted() -> None:
     assert len(set(names)) == len(names)
     assert {case.name for case in short} < set(names)
     assert len(short) < len(whole) / 2
-    kinds = {(case.op.kind, case.number) for case in whole}
+    kinds = {(case.kind, case.number) for case in whole}
     for number in ("bfloat16", "float16", "float32"):
         assert {("linear", number), ("conv2d", number), ("scaled_dot_product_attention", number)} <= kinds
     assert ("linear", "tf32") in kinds
     for case in short:
-        work = count_case(case.op)
+        work = count_case(case)
         assert work.forward[1] > 0, case.name
         moved = sum(work.backward_input) + sum(work.backward_weight)
-        assert (moved > 0) == (case.op.kind not in ("add", "contiguous")), "whose gradient is their result's"
+        assert (moved > 0) == (case.kind not in ("add", "contiguous")), "whose gradient is their result's"
     linear = next(case for case in whole if case.name == "linear bfloat16 4096x4096x4096")
-    assert count_case(linear.op).forward == (2 * 4096**3, 3 * 2 * 4096**2)
+    assert count_case(linear).forward == (2 * 4096**3, 3 * 2 * 4096**2)
 
 
 def test_tf32_is_allowed_while_it_is_measured_only() -> None:
@@ -111,11 +112,11 @@ def test_tf32_is_allowed_while_it_is_measured_only() -> None:
 
 
 def test_everything_is_measured_and_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    small = partial(measure.measure_optimizer, sizes=((4, 16), (2, 2**16)))
+    small = partial(ops.measure_optimizer, sizes=((4, 16), (2, 2**16)))
     monkeypatch.setattr(run, "measure_optimizer", small)
     path, told = tmp_path / "gpu.json", []
     found = calibrate_device(path, cases(), count_case, CPU, tell=told.append)
-    assert GpuProfile.load(path) == found
+    assert Calibration.load(path) == found
     assert len(told) == len(found.records)
     linear = found.records["linear float32 32x16x32"]
     assert linear.parts["forward"].flops == 2 * 32 * 16 * 32
@@ -129,7 +130,7 @@ def test_everything_is_measured_and_written(tmp_path: Path, monkeypatch: pytest.
     adamw = found.records["optimizer adamw foreach"].values
     assert adamw["seconds_per_tensor"] > 0.0
     assert found.records["memory"].unsupported == "only CUDA devices tell"
-    text = render_profile(found)
+    text = render_calibration(found)
     for word in ("driver unknown", "linear float32", "at most", "links       not measured", "not supported"):
         assert word in text
 
@@ -139,17 +140,17 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Every job takes no time; the names in the order in which they ran."""
     ran: list[str] = []
 
-    def job(name: str) -> Callable[..., Measured]:
-        def take(first: Any, *rest: Any) -> Measured:
+    def job(name: str) -> Callable[..., Measurement]:
+        def take(first: Any, *rest: Any) -> Measurement:
             ran.append(" ".join([name, *(str(a) for a in (first, *rest) if isinstance(a, str))]))
-            return Measured(kind=name, values={"x": float(len(ran))})
+            return Measurement(kind=name, values={"x": float(len(ran))})
 
         return take
 
     for name in ("measure_memory", "measure_overheads", "measure_optimizer"):
         monkeypatch.setattr(run, name, job(name))
     monkeypatch.setattr(
-        run, "measure_case", lambda case, *_: ran.append(case.name) or Measured(kind=case.op.kind)
+        run, "measure_case", lambda case, *_: ran.append(case.name) or Measurement(kind=case.kind)
     )
     return ran
 
@@ -162,7 +163,7 @@ def test_it_goes_on_where_it_was_stopped(
     fail = cases()[2].name
     ok = run.measure_case
 
-    def interrupted(case: DeviceCase, *rest: Any) -> Measured:
+    def interrupted(case: OpCase, *rest: Any) -> Measurement:
         if case.name == fail:
             raise KeyboardInterrupt
         return ok(case, *rest)
@@ -170,7 +171,7 @@ def test_it_goes_on_where_it_was_stopped(
     monkeypatch.setattr(run, "measure_case", interrupted)
     with pytest.raises(KeyboardInterrupt):
         calibrate_device(path, cases(), count_case, CPU)
-    kept = GpuProfile.load(path)
+    kept = Calibration.load(path)
     assert [case.name in kept.records for case in cases()] == [True, True, *[False] * 8]
     quick.clear()
     monkeypatch.setattr(run, "measure_case", ok)
@@ -190,7 +191,7 @@ def test_it_ends_in_time_and_says_what_is_left(tmp_path: Path, quick: list[str])
 
 def test_a_file_of_another_machine_is_not_gone_on_with(tmp_path: Path) -> None:
     path = tmp_path / "gpu.json"
-    GpuProfile(machine=machine(), date="2026-01-01").save(path)
+    Calibration(machine=machine(), date="2026-01-01").save(path)
     with pytest.raises(UsageError, match="it is of another machine") as caught:
         calibrate_device(path, cases(), count_case, CPU)
     assert any(line.startswith("card: NVIDIA H100") for line in caught.value.because)
@@ -249,7 +250,7 @@ PLANTED: Mapping[str, float] = {
 KERNEL = 3e-6
 
 
-def planted(device: Device) -> GpuProfile:
+def planted(device: Device) -> Calibration:
     """A profile as a device with these rates would give it: large ops, and small ones that tell nothing."""
 
     def seconds(flops: float, moved: float, number: str, share: float, name: str) -> float:
@@ -259,26 +260,26 @@ def planted(device: Device) -> GpuProfile:
         )
         return KERNEL + computing + moved / bandwidth
 
-    records: dict[str, Measured] = {
-        "overheads": Measured(
+    records: dict[str, Measurement] = {
+        "overheads": Measurement(
             kind="overheads",
             values={"kernel_seconds": KERNEL, "forward_seconds": 8e-6, "backward_seconds": 12e-6},
         ),
-        "optimizer adamw foreach": Measured(
+        "optimizer adamw foreach": Measurement(
             kind="optimizer adamw",
             backend="foreach",
             values={"seconds_per_tensor": 2e-6, "seconds_per_byte": 5e-12},
         ),
-        "optimizer adamw fused": Measured(
+        "optimizer adamw fused": Measurement(
             kind="optimizer adamw",
             backend="fused",
             values={"seconds_per_tensor": 1e-6, "seconds_per_byte": 1e-12},
         ),
-        "message x2": Measured(kind="link", values={"65536": 6e-6, "268435456": 6e-6 + 2**28 / 3e11}),
-        "tf32": Measured(
+        "message x2": Measurement(kind="link", values={"65536": 6e-6, "268435456": 6e-6 + 2**28 / 3e11}),
+        "tf32": Measurement(
             kind="linear",
             number="tf32",
-            parts={"forward": Part(flops=1e12, moved_bytes=1e6, seconds=1e-3)},
+            parts={"forward": Timing(flops=1e12, moved_bytes=1e6, seconds=1e-3)},
         ),
     }
     for number in ("bfloat16", "float32"):
@@ -292,16 +293,16 @@ def planted(device: Device) -> GpuProfile:
                 rate = "vector" if number == "float32" else name
                 back = "attention_backward" if (name, rate) == ("attention", "attention") else rate
                 parts = {
-                    "forward": Part(
+                    "forward": Timing(
                         flops=flops, moved_bytes=1e8, seconds=seconds(flops, 1e8, number, share, rate)
                     ),
-                    "backward": Part(
+                    "backward": Timing(
                         flops=flops, moved_bytes=1e8, seconds=seconds(flops, 1e8, number, share, back)
                     ),
                 }
                 for backend in ("flash", "math") if share < 1 else (None,):
                     slow = 5.0 if backend == "math" else 1.0
-                    records[f"{kind} {number} {flops} {backend}"] = Measured(
+                    records[f"{kind} {number} {flops} {backend}"] = Measurement(
                         kind=kind,
                         number=number,
                         share=share,
@@ -312,9 +313,9 @@ def planted(device: Device) -> GpuProfile:
                     )
     for moved in (1e6, 2e8, 5e8):
         slow = 10.0 if moved < 1e8 else 1.0  # a small one is in a cache, or waits for the host
-        part = Part(flops=0, moved_bytes=moved, seconds=slow * seconds(0, moved, "float32", 1.0, "vector"))
-        records[f"add {moved}"] = Measured(kind="add", number="float32", parts={"forward": part})
-    return GpuProfile(machine=machine(), date="2026-01-31", records=records)
+        part = Timing(flops=0, moved_bytes=moved, seconds=slow * seconds(0, moved, "float32", 1.0, "vector"))
+        records[f"add {moved}"] = Measurement(kind="add", number="float32", parts={"forward": part})
+    return Calibration(machine=machine(), date="2026-01-31", records=records)
 
 
 H100 = ClusterSpec.parse("H100-80GB:2")
@@ -378,7 +379,7 @@ def test_a_table_of_optimizers_alone_charges_no_ops() -> None:
 
 
 def test_what_was_not_measured_stays() -> None:
-    nothing = GpuProfile(machine=machine(), date="2026-01-31")
+    nothing = Calibration(machine=machine(), date="2026-01-31")
     rates = fit(nothing, H100.devices[0]).rates
     assert calibrated(H100, nothing).devices == H100.devices
     assert rates.efficiency is rates.launch_overhead_seconds is rates.op_times is None
@@ -405,9 +406,9 @@ def test_the_rates_are_for_the_card_that_was_measured() -> None:
 
 
 def test_profiles_of_one_machine_are_merged_and_the_latest_counts() -> None:
-    old, new = Measured(kind="a", values={"x": 1.0}), Measured(kind="a", values={"x": 2.0})
-    first = GpuProfile(machine=machine(), date="2026-01-01", seconds=2.0, records={"a": old, "b": old})
-    second = GpuProfile(machine=machine(), date="2026-01-02", seconds=3.0, records={"a": new})
+    old, new = Measurement(kind="a", values={"x": 1.0}), Measurement(kind="a", values={"x": 2.0})
+    first = Calibration(machine=machine(), date="2026-01-01", seconds=2.0, records={"a": old, "b": old})
+    second = Calibration(machine=machine(), date="2026-01-02", seconds=3.0, records={"a": new})
     found = merged([second, first])
     assert (found.records, found.seconds, found.date) == ({"a": new, "b": old}, 5.0, "2026-01-02")
     with pytest.raises(UsageError, match=r"driver: 550\.54 and 560"):
@@ -415,7 +416,7 @@ def test_profiles_of_one_machine_are_merged_and_the_latest_counts() -> None:
 
 
 def corrupted(**changes: object) -> str:
-    profile = GpuProfile(machine=machine(), date="2026-01-01").model_dump(mode="json")
+    profile = Calibration(machine=machine(), date="2026-01-01").model_dump(mode="json")
     return json.dumps({**profile, **changes})
 
 
@@ -423,9 +424,10 @@ def corrupted(**changes: object) -> str:
     ("text", "reason"),
     [
         ("{", "not JSON"),
-        ("[]", 'kind "gpu calibration"'),
-        (corrupted(kind="cpu"), "one of CPU workers cannot stand for it"),
-        (corrupted(format=2), "expected format 1, found 2"),
+        ("[]", "expected a calibration of format 4, got 'list'"),
+        (corrupted(kind="cpu"), "got 'cpu' of format 4"),
+        (corrupted(kind="gpu calibration", format=2), "got 'gpu calibration' of format 2"),
+        (corrupted(format=2), "got 'calibration' of format 2"),
         (corrupted(extra=1), "extra"),
         (corrupted(machine={"card": "x"}), "machine.count"),
         (corrupted(records={"a": {"kind": "x", "share": 0}}), "records.a.share"),
@@ -444,7 +446,7 @@ def test_a_wrong_file_is_refused(tmp_path: Path, text: str, reason: str) -> None
     path = tmp_path / "gpu.json"
     path.write_text(text)
     with pytest.raises(UsageError) as caught:
-        GpuProfile.load(path)
+        Calibration.load(path)
     assert reason in str(caught.value)
 
 
@@ -486,7 +488,7 @@ def test_the_command_merges_and_writes_a_cluster(tmp_path: Path, capsys: pytest.
     cluster = ["--cluster", "H100-80GB:8", "--cluster-output", str(tmp_path / "cluster.yaml")]
     assert run_command([*arguments, *output, *cluster]) == 0
     assert "matmul" in capsys.readouterr().out
-    assert GpuProfile.load(tmp_path / "c.json").records == whole.records
+    assert Calibration.load(tmp_path / "c.json").records == whole.records
     written = ClusterSpec.load(tmp_path / "cluster.yaml")
     assert len(written.devices) == 8
     assert written.devices[7].efficiency["matmul"] == pytest.approx(PLANTED["matmul"])
@@ -496,10 +498,8 @@ def test_the_command_merges_and_writes_a_cluster(tmp_path: Path, capsys: pytest.
 
 def test_a_failing_op_is_a_record_that_says_why() -> None:
     case = cases()[0]
-    small = replace(
-        case, op=replace(case.op, call=lambda *_: (_ for _ in ()).throw(RuntimeError("no memory\nx")))
-    )
-    found = measure.measure_case(small, lambda _: count_case(case.op), CPU)
+    small = replace(case, call=lambda *_: (_ for _ in ()).throw(RuntimeError("no memory\nx")))
+    found = ops.measure_case(small, lambda _: count_case(case), CPU)
     assert (found.unsupported, dict(found.parts)) == ("no memory", {})
 
 

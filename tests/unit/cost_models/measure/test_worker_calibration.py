@@ -11,17 +11,19 @@ import numpy as np
 import pytest
 import torch
 
-from cost_models.calibration import VARIABLE, Calibration, Machine, cache_path, stored_calibration
-from cost_models.calibration_fit import STANDS_FOR_ALL, CaseWork, fit_curve, fit_line, fit_op_times
 from cost_models.cluster import ClusterSpec
 from cost_models.compute import optimizer_seconds
 from cost_models.conversion import group_links
 from cost_models.errors import UsageError
-from cost_models.measure_links import fit_latency
-from cost_models.measure_ops import CaseSeconds, measure_case
+from cost_models.measure.calibration import Calibration, Machine, Measurement, Timing
+from cost_models.measure.cases import OpCase, worker_cases
+from cost_models.measure.fit import STANDS_FOR_ALL, fit_curve, fit_line, worker_rates
+from cost_models.measure.messages import fit_latency
+from cost_models.measure.ops import CaseSeconds, CaseWork, time_case, worker_record
+from cost_models.measure.shown import render_calibration
+from cost_models.measure.stored import VARIABLE, cache_path, stored_calibration
 from cost_models.memory import StateBytes
-from cost_models.op_cases import ARITHMETIC, OpCase, kind_of, op_cases
-from cost_models.op_profile import CostCurve, CostLine, OpTimes, op_phase_seconds
+from cost_models.op_profile import ARITHMETIC, CostCurve, CostLine, OpTimes, Phase, kind_of, op_phase_seconds
 
 
 def array(*values: float) -> np.ndarray:
@@ -40,24 +42,75 @@ def op_times() -> OpTimes:
     )
 
 
-def calibration() -> Calibration:
-    return Calibration(
-        machine=Machine.this(),
+LINE = CostLine(5e-6, 1e-11, 2e-11)
+
+
+def measured(kind: str, phase: Phase, *samples: tuple[float, float, float]) -> dict[str, Measurement]:
+    """Records of one kind: (FLOPs, bytes, seconds) of each."""
+    return {
+        f"{kind} {phase} {number}": Measurement(
+            kind=kind,
+            number="float32",
+            parts={phase: Timing(flops=flops, moved_bytes=moved, seconds=seconds)},
+        )
+        for number, (flops, moved, seconds) in enumerate(samples)
+    }
+
+
+def link(**seconds: float) -> Measurement:
+    return Measurement(
+        kind="link", backend="gloo", values={size.removeprefix("of_"): s for size, s in seconds.items()}
+    )
+
+
+def calibration(**change: object) -> Calibration:
+    works = [(2.0 * n**3, 12.0 * n**2) for n in (8, 64, 512)]
+    lines = [(f, b, float(LINE.seconds(array(f), array(b))[0])) for f, b in works]
+    rates = {"float32": 9e10, "float64": 4e10, "bfloat16": 3e11}
+    whole = Calibration(
+        machine=Machine.this(torch.device("cpu")),
         date="2026-01-31T12:00:00+00:00",
         workers=2,
-        flops_per_second={"float32": 9e10, "float64": 4e10, "bfloat16": 3e11},
-        memory_bandwidth_bytes_per_second=3e10,
-        busy_slowdown=1.1,
-        op_times=op_times(),
-        link_latency_seconds=60e-6,
-        link_bandwidth_bytes_per_second=3e9,
-        contention=1.3,
-        compute_overhead_seconds=7e-6,
-        send_overhead_seconds=30e-6,
-        receive_overhead_seconds=10e-6,
-        collectives={"all_reduce": ((1e3, 1e-4), (1e6, 1e-3)), "all_gather": ((1e3, 5e-5), (1e6, 4e-4))},
         seconds=12.0,
+        records={
+            **measured("mul", "forward", (0, 1e3, 2e-6), (0, 1e6, 200e-6)),
+            **measured("mul", "backward_input", (0, 1e3, 4e-6), (0, 1e6, 400e-6)),
+            **measured("view", "forward", (0, 0, 1e-6)),
+            **measured("linear", "forward", *lines),
+            **{
+                f"product {number}": Measurement(
+                    kind="product",
+                    number=number,
+                    parts={"forward": Timing(flops=rate, moved_bytes=1, seconds=1)},
+                )
+                for number, rate in rates.items()
+            },
+            "copy": Measurement(kind="copy", parts={"forward": Timing(flops=0, moved_bytes=3e10, seconds=1)}),
+            "optimizer adamw single": Measurement(
+                kind="optimizer adamw",
+                backend="single",
+                values={"seconds_per_tensor": 20e-6, "seconds_per_byte": 4e-10},
+            ),
+            "message x2": link(of_1000=60e-6, of_3000060=60e-6 + 3000060 / 3e9),
+            "all_reduce x2": link(of_1000=1e-4, of_1000000=1e-3),
+            "all_gather x2": link(of_1000=5e-5, of_1000000=4e-4),
+            "host": Measurement(
+                kind="host",
+                values={
+                    "busy_slowdown": 1.1,
+                    "contention": 1.3,
+                    "compute_seconds": 7e-6,
+                    "send_seconds": 30e-6,
+                    "receive_seconds": 10e-6,
+                },
+            ),
+        },
     )
+    return whole.model_copy(update=change)
+
+
+def on_machine(**change: object) -> Calibration:
+    return calibration(machine=calibration().machine.model_copy(update=change))
 
 
 # ------------------------------------------------------------------------------------------------ fits
@@ -96,21 +149,54 @@ def test_the_latency_is_the_smallest_messages_and_the_rate_what_larger_ones_leav
     assert rate == pytest.approx(2e9)
 
 
-def test_each_phase_of_each_kind_gets_its_cost() -> None:
-    linear, gelu = OpCase("linear", torch.mm, tuple), OpCase("gelu", torch.relu, tuple)
-    works = [CaseWork((100, 10), (100, 20), (100, 30)), CaseWork((0, 10), (0, 20), (0, 0))]
-    seconds = [CaseSeconds(1e-6, 5e-6, 2e-6), CaseSeconds(1e-6, 2e-6, 0.0)]
-    found = fit_op_times([linear, gelu], works, seconds)
-    assert {key for key, _ in found.costs} == {
-        ("gelu", "backward_input"),
-        ("gelu", "forward"),
-        ("linear", "backward_input"),
-        ("linear", "backward_weight"),
-        ("linear", "forward"),
+def test_each_phase_of_each_kind_gets_its_record() -> None:
+    linear, gelu = (OpCase(kind, kind, torch.relu, tuple) for kind in ("linear", "gelu"))
+    both = worker_record(linear, CaseWork((100, 10), (100, 20), (100, 30)), CaseSeconds(1e-6, 5e-6, 2e-6))
+    assert set(both.parts) == {"forward", "backward_input", "backward_weight"}
+    assert both.parts["backward_input"].seconds == pytest.approx(3e-6), "the whole less the weight half"
+    one = worker_record(gelu, CaseWork((0, 10), (0, 20), (0, 0)), CaseSeconds(1e-6, 2e-6, 0.0))
+    assert {phase: part.moved_bytes for phase, part in one.parts.items()} == {
+        "forward": 10,
+        "backward_input": 20,
     }
-    whole = found.get("linear", "backward_input")
-    assert whole is not None
-    assert whole.seconds(array(100), array(20)) == pytest.approx([3e-6])  # the whole less the weight half
+
+
+def test_planted_rates_are_recovered() -> None:
+    rates = worker_rates(calibration())
+    times, host = rates.op_times, rates.host_costs
+    assert times is not None
+    assert host is not None
+    line = times.get("linear", "forward")
+    assert isinstance(line, CostLine)
+    assert [line.overhead_seconds, line.seconds_per_flop, line.seconds_per_byte] == pytest.approx(
+        [5e-6, 1e-11, 2e-11], rel=1e-6
+    )
+    assert times.get("elementwise", "backward_input") == CostCurve(((1e3, 4e-6), (1e6, 400e-6)))
+    assert times.get("optimizer adamw", "forward") == CostLine(20e-6, 0.0, 4e-10)
+    assert rates.flops_per_second == pytest.approx({"float32": 9e10, "float64": 4e10, "bfloat16": 3e11})
+    assert rates.memory_bandwidth_bytes_per_second == pytest.approx(3e10)
+    assert rates.link_bandwidth_bytes_per_second == pytest.approx(3e9)
+    assert (host.contention, host.compute_overhead, host.send_overhead, host.receive_overhead) == (
+        1.3,
+        7e-6,
+        30e-6,
+        10e-6,
+    )
+    text = render_calibration(calibration())
+    for part in ("2 workers measured at once in 12.0 s", "90 GFLOP/s float32", "30.0 GB/s; 5 kinds of ops"):
+        assert part in text
+    assert "60 us + bytes at 3.00 GB/s; computing beside it takes 1.30x" in text
+    assert "7 us per compute, 30 us per send, 10 us per receive" in text
+
+
+def test_one_worker_has_no_link() -> None:
+    records = {name: r for name, r in calibration().records.items() if r.kind != "link"}
+    records["host"] = Measurement(kind="host", values={"busy_slowdown": 1.0, "compute_seconds": 7e-6})
+    alone = calibration(workers=1, records=records)
+    cluster = ClusterSpec.local(2).with_device_rates(worker_rates(alone), "test")
+    assert cluster.path(0, 1) == ClusterSpec.local(2).path(0, 1), "the preset's"
+    assert cluster.contention([0]) == 1.0
+    assert "link" not in render_calibration(alone)
 
 
 # --------------------------------------------------------------------------------- what an op is charged
@@ -148,7 +234,7 @@ def test_kinds_of_ops() -> None:
 
 
 def test_a_measured_optimizer_replaces_the_memory_bound() -> None:
-    cluster = ClusterSpec.local(2).with_device_rates(calibration().rates(2), "test")
+    cluster = ClusterSpec.local(2).with_device_rates(worker_rates(calibration(), 2), "test")
     state = StateBytes(parameters=1000, gradients=1000, optimizer_state=2000, trained=1000)
     seconds = optimizer_seconds(state, cluster.devices[0], "adamw", tensors=3)
     assert seconds == pytest.approx(3 * 20e-6 + 1000 * 4e-10)
@@ -162,21 +248,22 @@ def test_measuring_a_case_finds_more_time_for_more_work() -> None:
     def case(rows: int) -> OpCase:
         return OpCase(
             "linear",
+            "linear",
             torch.nn.functional.linear,
             lambda: (torch.ones(rows, 64),),
             lambda: (torch.ones(64, 64),),
         )
 
-    small, large = measure_case(case(8)), measure_case(case(4096))
+    small, large = time_case(case(8)), time_case(case(4096))
     assert 0 < small.forward < large.forward
     assert 0 < small.backward_weight < large.backward
 
 
-def test_cases_are_the_same_in_every_process_and_cover_the_kinds_with_lines() -> None:
-    assert [c.kind for c in op_cases()] == [c.kind for c in op_cases()]
-    kinds = {c.kind for c in op_cases()}
-    assert kinds >= ARITHMETIC
-    assert {STANDS_FOR_ALL, "view"} <= kinds
+def test_cases_have_names_of_their_own_and_cover_the_kinds_with_lines() -> None:
+    names, kinds = [case.name for case in worker_cases()], {case.kind for case in worker_cases()}
+    assert len(set(names)) == len(names)
+    assert [case.name for case in worker_cases()] == names, "the same in every process"
+    assert kinds >= {*ARITHMETIC, STANDS_FOR_ALL, "view"}
 
 
 # ------------------------------------------------------------------------------------------------ files
@@ -185,8 +272,7 @@ def test_cases_are_the_same_in_every_process_and_cover_the_kinds_with_lines() ->
 def test_a_file_holds_everything(tmp_path: Path) -> None:
     path = tmp_path / "made" / "calibration.json"
     calibration().save(path)
-    assert Calibration.from_dict(json.loads(path.read_text())) == calibration()
-    assert "op_times" in json.loads(path.read_text())
+    assert Calibration.load(path, "cpu") == calibration()
 
 
 def test_a_file_that_cannot_be_written_is_an_error(tmp_path: Path) -> None:
@@ -207,15 +293,15 @@ def test_local_clusters_use_it_and_say_so(tmp_path: Path, monkeypatch: pytest.Mo
     cluster = ClusterSpec.parse("local:2")
     assert cluster.provenance == f"calibration of 2026-01-31T12:00:00+00:00 with 2 workers ({path})"
     device = cluster.devices[0]
-    assert device.op_times == op_times()
-    slowdown = max(1.0, 2 / Machine.this().cores)
+    assert device.op_times == worker_rates(calibration(), 2).op_times
+    slowdown = max(1.0, 2 / calibration().machine.count)
     assert device.peak_flops(torch.float32) == pytest.approx(9e10 / slowdown)
     assert cluster.host_costs.contention == 1.3
     assert cluster.path(0, 1).latency_seconds == pytest.approx(60e-6)
 
 
 def test_a_calibrated_cluster_survives_being_written(tmp_path: Path) -> None:
-    cluster = ClusterSpec.local(2).with_device_rates(calibration().rates(2), "calibration of a test")
+    cluster = ClusterSpec.local(2).with_device_rates(worker_rates(calibration(), 2), "calibration of a test")
     for name in ("cluster.yaml", "cluster.json"):
         cluster.save(tmp_path / name)
         again = ClusterSpec.load(tmp_path / name)
@@ -225,15 +311,15 @@ def test_a_calibrated_cluster_survives_being_written(tmp_path: Path) -> None:
 
 
 def test_more_workers_than_cores_share_them() -> None:
-    shared = replace(calibration(), machine=replace(Machine.this(), cores=1))
-    rates = shared.rates(4)
+    whole, rates = worker_rates(on_machine(count=1)), worker_rates(on_machine(count=1), 4)
     assert rates.flops_per_second is not None
     assert rates.flops_per_second["float32"] == pytest.approx(9e10 / 4)
-    assert rates.op_times == op_times().slower(4.0)
+    assert whole.op_times is not None
+    assert rates.op_times == whole.op_times.slower(4.0)
 
 
 def test_collectives_of_workers_go_by_their_curves() -> None:
-    cluster = ClusterSpec.local(4).with_device_rates(replace(calibration(), workers=4).rates(1), "measured")
+    cluster = ClusterSpec.local(4).with_device_rates(worker_rates(calibration()), "measured")
     again = ClusterSpec.from_dict(cluster.to_dict())
     assert again == cluster
     pair, four = group_links([(0, 1)], again), group_links([(0, 1, 2, 3)], again)
@@ -250,33 +336,41 @@ def test_collectives_of_workers_go_by_their_curves() -> None:
 
 
 def corrupted(**changes: object) -> str:
-    return json.dumps({**calibration().to_dict(), **changes})
+    return json.dumps({**calibration().model_dump(mode="json"), **changes})
+
+
+def with_record(name: str, record: Measurement | None) -> str:
+    """The file with another record, or without it."""
+    records = {**calibration().records, **({} if record is None else {name: record})}
+    if record is None:
+        del records[name]
+    return calibration(records=records).model_dump_json()
 
 
 @pytest.mark.parametrize(
     ("text", "reason"),
     [
         ("{", "Expecting"),
-        ("[]", "expected a calibration of format 3, found list"),
-        ("{}", "expected a calibration of format 3, found None"),
-        ("[" * 100_000, ""),
-        ("\udcff", ""),
-        (corrupted(format=1), "format 3, found 1"),
-        (corrupted(extra=1), "exactly the keys"),
-        (corrupted(contention="fast"), "positive numbers for contention"),
-        (corrupted(contention=-1), "positive numbers for contention"),
-        (corrupted(link_bandwidth_bytes_per_second=float("nan")), "link_bandwidth_bytes_per_second"),
-        (corrupted(link_latency_seconds=float("inf")), "link_latency_seconds"),
-        (corrupted(flops_per_second={"float32": True}), "flops_per_second.float32"),
-        (corrupted(flops_per_second=[1]), "expected mappings"),
-        (corrupted(machine={"processor": "x"}), "machine: expected"),
-        (corrupted(collectives={"gossip": [[1, 1], [2, 2]]}), "collectives: expected"),
-        (corrupted(collectives={"all_reduce": [[2, 1], [1, 1]]}), "collectives: expected"),
-        (corrupted(collectives=[]), "collectives: expected"),
-        (corrupted(op_times={}), "at least elementwise.forward"),
-        (corrupted(op_times={"gelu": {"sideways": {}}}), "gelu.sideways"),
-        (corrupted(op_times={"gelu": {"forward": {"points": [[2, 1], [1, 1]]}}}), "bytes rising"),
-        (corrupted(op_times={"gelu": {"forward": {"line": [1, 2]}}}), "gelu.forward"),
+        ("[]", "expected a calibration of format 4, got 'list'"),
+        ("{}", "expected a calibration of format 4, got None"),
+        ('{"format": 3, "machine": {}}', "got None of format 3"),
+        ("[" * 100_000, "not JSON"),
+        ("\udcff", "not JSON"),
+        (corrupted(extra=1), "extra"),
+        (corrupted(seconds=float("nan")), "seconds"),
+        (corrupted(machine={"card": "x"}), "machine.count"),
+        (corrupted(records={}), "expected records of copy, host, product float32"),
+        (corrupted(op_times={}), "op_times"),
+        (on_machine(kind="cuda").model_dump_json(), "it is one of a GPU, which cannot stand for CPU workers"),
+        (with_record("product float32", None), "expected records of product float32"),
+        (with_record("host", Measurement(kind="host")), "compute_seconds"),
+        (with_record("host", Measurement(kind="host", values={"compute_seconds": -1.0})), "compute_overhead"),
+        (
+            with_record("all_reduce x2", link(of_1000=1.0)),
+            "collectives[1].measured: tuple should have at least 2",
+        ),
+        (with_record("all_reduce x2", link(of_many=1.0)), "many"),
+        (with_record("copy", Measurement(kind="copy")), "forward"),
     ],
 )
 def test_a_file_that_is_wrong_is_left_aside_with_a_warning(
@@ -292,7 +386,7 @@ def test_a_file_that_is_wrong_is_left_aside_with_a_warning(
     assert reason in caplog.text
 
 
-@pytest.mark.parametrize("change", [{"processor": "abacus"}, {"cores": 4096}, {"torch": "1.0"}])
+@pytest.mark.parametrize("change", [{"card": "abacus"}, {"count": 4096}, {"torch": "1.0"}])
 def test_another_machines_file_is_left_aside(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -300,12 +394,12 @@ def test_another_machines_file_is_left_aside(
     change: dict[str, object],
 ) -> None:
     path = tmp_path / "calibration.json"
-    other = replace(calibration(), machine=replace(Machine.this(), **change))  # type: ignore[arg-type]
-    other.save(path)
+    on_machine(**change).save(path)
     use(monkeypatch, path)
     with caplog.at_level(logging.WARNING, "partitioner"):
         assert stored_calibration() is None
-    assert "this is" in caplog.text
+    ((name, value),) = change.items()
+    assert f"it is of another machine or other software; {name}: {value} and " in caplog.text
 
 
 def test_where_it_is_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

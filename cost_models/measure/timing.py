@@ -1,7 +1,7 @@
-"""Seconds that a device takes for calls, by its own clock: medians of a few rounds after a warm-up.
+"""Seconds of calls by a device's own clock: processor time of this thread on a CPU, events of the stream on a GPU.
 
-On a GPU a round is enqueued behind a kernel that only waits, so that the host is ahead when the first call runs and its
-launches are not part of what is measured. On a CPU the clock is the clock; that is for tests of this code.
+Processor time, since what other programs take between is theirs. On a GPU a round is enqueued behind a kernel that only
+waits, so that the host is ahead when the first call runs and its launches are not part of what is measured.
 """
 
 from __future__ import annotations
@@ -42,13 +42,8 @@ def device_seconds(run: Callable[[], object], device: torch.device) -> float:
 def round_seconds(run: Callable[[], object], calls: int, device: torch.device) -> float:
     """Return the device's seconds of ``calls`` calls, one after the other."""
     if device.type != "cuda":
-        started = time.perf_counter()
-        for _ in range(calls):
-            run()
-        return time.perf_counter() - started
-    started = time.perf_counter()
-    run()
-    launching = (time.perf_counter() - started) * (calls + 1)
+        return _seconds(time.thread_time, run, calls)
+    launching = _seconds(time.perf_counter, run, 1) * (calls + 1)
     synchronize(device)
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
     torch.cuda._sleep(int(min(_MOST_WAIT_SECONDS, launching) * _CYCLES_PER_SECOND))  # type: ignore[no-untyped-call]
@@ -62,13 +57,18 @@ def round_seconds(run: Callable[[], object], calls: int, device: torch.device) -
 
 def host_seconds(run: Callable[[], object], calls: int, device: torch.device) -> float:
     """Return the host's seconds to start one of ``calls`` calls, the median of ROUNDS rounds."""
+    clock = time.perf_counter if device.type == "cuda" else time.thread_time
     run()
     rounds = []
     for _ in range(ROUNDS):
         synchronize(device)
-        started = time.perf_counter()
-        for _ in range(calls):
-            run()
-        rounds.append((time.perf_counter() - started) / calls)
+        rounds.append(_seconds(clock, run, calls) / calls)
     synchronize(device)
     return statistics.median(rounds)
+
+
+def _seconds(clock: Callable[[], float], run: Callable[[], object], calls: int) -> float:
+    started = clock()
+    for _ in range(calls):
+        run()
+    return clock() - started
