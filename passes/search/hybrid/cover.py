@@ -21,7 +21,7 @@ from passes.search.hybrid.recipes.composed import SCALE
 from passes.search.hybrid.recipes.eliminate import TooWideError
 from passes.search.hybrid.recipes.kept import Kept, kept
 from passes.search.hybrid.recipes.pieces import GroupKind, Least, PieceSearch, Prices, cheaper
-from passes.search.hybrid.recipes.ranges import least_of_ranges
+from passes.search.hybrid.recipes.ranges import largest_of_ranges, least_of_ranges
 from passes.search.words import RecomputeMode
 
 PRICES = (0.0, 1 / 64, 1 / 32, 1 / 16, 1 / 8, 3 / 16, 1 / 4, 3 / 8, 1 / 2, 1.0, 2.0, 8.0)
@@ -43,6 +43,8 @@ class Cover:
     """[pieces] the class of each."""
     kept: Sequence[Kept]
     """Per class, the ways to keep its parameters."""
+    buffers: FloatArray
+    """[unlike ranges] bytes of the largest buffer at least."""
     scale_seconds: float
     """About what a stage takes: divided by its memory, the unit of ``SCALE``."""
 
@@ -64,7 +66,7 @@ class Cover:
         right = np.clip(np.searchsorted(self.prices, at), 1, len(self.prices) - 1)
         low, high = self.prices[right - 1], self.prices[right]
         share = (at - low) / (high - low)
-        left = self._parameters(microbatches, price) - price * room_bytes
+        left = self._parameters(microbatches, price) + price * (self.buffers[:, None] - room_bytes)
         each = [(1 - share) * own[:, right - 1] + share * own[:, right] + left for own in self.least]
         return np.stack(each, axis=1)
 
@@ -119,7 +121,8 @@ class Covers:
         each = self._recipes(GroupKind(ranks, 1, run.tensor), samples, prices)
         found = [least_of_ranges(kinds, own) for own in each]
         unlike, least = found[0][0], tuple(own / MANY for _, own in found)
-        return Cover(unlike, least, prices, joints_of(unlike), kinds, (), work)
+        buffers = largest_of_ranges(kinds, np.array([own.floor_bytes for own in each[-1]]))
+        return Cover(unlike, least, prices, joints_of(unlike), kinds, (), buffers, work)
 
     def _recipes(self, group: GroupKind, samples: int, prices: FloatArray) -> list[list[Least]]:
         """Return recipes' costs per class of pieces, for each kind of ways."""

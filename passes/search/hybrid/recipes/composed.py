@@ -26,6 +26,7 @@ from passes.search.hybrid.recipes.ranges import (
     STATE,
     Layouts,
     Ranges,
+    largest_of_ranges,
     least_by_count,
     least_of_ranges,
     ranges_of,
@@ -56,6 +57,12 @@ class Composed:
     def number(self) -> IntArray:
         """[first piece, last + 1] which of the unlike ranges it is; -1: none."""
         return self.ranges[0].number
+
+    @cached_property
+    def buffers(self) -> FloatArray:
+        """[unlike ranges] bytes of the largest buffer that each has at least, whatever is chosen."""
+        each = np.min([[own.floor_bytes for own in recipes] for recipes in self.recipes], axis=0)
+        return largest_of_ranges(self.pieces.kind, each)
 
     @cached_property
     def blocks(self) -> FloatArray:
@@ -116,7 +123,8 @@ class Composed:
         least = self._least_of_kinds(recompute, longest)
         again = self.ranges[-1].amounts[SAVED, :, :1] * np.ones(least.shape[1])
         again[:, : recompute != "full" or longest is not None] = 0.0  # the first kind keeps everything
-        cost = least + self.prices.state * (again[..., None] - room_bytes)
+        beside = again + self.buffers[:, None]
+        cost = least + self.prices.state * (beside[..., None] - room_bytes)
         return self._at_held(cost, held) / microbatches
 
     def longest(self, microbatches: int, most_seconds: float) -> int:

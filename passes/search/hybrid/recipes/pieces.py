@@ -79,6 +79,8 @@ class Least:
     leaving: tuple[Placements | None, ...]
     least: FloatArray
     """Seconds per step and what memory costs at the prices: no way is below."""
+    floor_bytes: float
+    """Bytes that backward works in at least, whatever is chosen; not in what memory costs."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -182,7 +184,7 @@ class PieceSearch:
         arriving, leaving = (
             (None,) if unit is None else tuple(_layouts(problem.units[unit])) for unit in ends
         )
-        return Least(arriving, leaving, found.least.reshape(shape)), found
+        return Least(arriving, leaving, found.least.reshape(shape), problem.floor_bytes), found
 
     def saved(self, recipes: Sequence[Recipes]) -> FloatArray:
         """[classes] the most that a block of each class saves; 0 of other pieces: they are never computed again."""
@@ -273,7 +275,8 @@ def _layouts(numbers: UnitNumbers) -> list[Placements | None]:
 
 def cheaper(one: Least, other: Least) -> Least:
     """Return what the cheaper of two recipes costs in each place."""
-    return Least(one.arriving, one.leaving, np.minimum(one.least, other.least))
+    floor_bytes = min(one.floor_bytes, other.floor_bytes)
+    return Least(one.arriving, one.leaving, np.minimum(one.least, other.least), floor_bytes)
 
 
 def without_needless(problem: FeatureProblem, chosen: NDArray[np.intp]) -> NDArray[np.intp]:

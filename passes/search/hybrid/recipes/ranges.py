@@ -131,6 +131,16 @@ def least_of_ranges(kinds: Sequence[int], recipes: Sequence[Least]) -> tuple[Int
     return number, np.concatenate(found)
 
 
+def largest_of_ranges(kinds: Sequence[int], each: FloatArray) -> FloatArray:
+    """[unlike ranges] the largest of what the pieces of each have. ``each``: [kinds]."""
+    grown: FloatArray | None = None
+    found: list[FloatArray] = []
+    for parents, added in _unlike(tuple(kinds))[1]:
+        grown = each[added] if grown is None else np.maximum(grown[parents], each[added])
+        found.append(grown)
+    return np.concatenate(found)
+
+
 @lru_cache(maxsize=16)
 def _unlike(kinds: tuple[int, ...]) -> tuple[IntArray, tuple[tuple[IntArray, IntArray], ...]]:
     """Number the unlike ranges of pieces of ``kinds``: [first, last + 1] of each range, -1: none.

@@ -12,7 +12,7 @@ from benchmarks.feature_matrix import load
 from cost_models.arrays import FloatArray
 from cost_models.cluster import ClusterSpec
 from passes.lower.job import Job
-from passes.search.hybrid.recipes.composed import Composed, composed
+from passes.search.hybrid.recipes.composed import SCALE, Composed, composed
 from passes.search.hybrid.recipes.joints import pieces_of
 from passes.search.hybrid.recipes.mixes import Mix
 from passes.search.hybrid.recipes.pieces import GroupKind, PieceSearch
@@ -113,3 +113,13 @@ def test_within_a_time_the_cheapest_way_is_one_of_the_fastest_that_fit() -> None
 def test_with_room_for_everything_the_fastest_is_the_bound() -> None:
     own = table("gpt2")
     np.testing.assert_allclose(own.mixes(4, 4).fastest(1e15).seconds, least(own, 4, 1e15), rtol=1e-9)
+
+
+def test_the_largest_buffer_leaves_the_bound_less_room() -> None:
+    own = table("gpt2")
+    whole, room = int(own.number[0, len(own.pieces)]), rooms(own)[1]
+    largest = max(recipes.floor_bytes for recipes in own.recipes[0])
+    assert largest > 0
+    prices = [0, *range(1 - len(SCALE), 0)]  # those of four micro-batches held at once, the most
+    expected = own.ranges[0].least[whole] + own.prices.state * (largest - room)
+    np.testing.assert_allclose(own.priced(4, 4, room, "none")[whole, 0], expected[prices] / 4, rtol=1e-12)

@@ -39,7 +39,7 @@ def random_recipes(rng: Generator) -> list[Recipes]:
         least = seconds + once + STATE_PRICES[:, None, None] * state + HELD_PRICES[:, None, None] * held
         amounts = Amounts(seconds, once, state, held, buffer)
         nothing = cast(Any, SimpleNamespace())
-        found.append(Recipes(arriving, leaving, least, nothing, amounts, nothing))
+        found.append(Recipes(arriving, leaving, least, 0.0, nothing, amounts, nothing))
     return found
 
 
