@@ -62,7 +62,7 @@ class Composed:
     def buffers(self) -> FloatArray:
         """[unlike ranges] bytes of the largest buffer that each has at least, whatever is chosen."""
         each = np.min([[own.floor_bytes for own in recipes] for recipes in self.recipes], axis=0)
-        return largest_of_ranges(self.pieces.kind, each)
+        return largest_of_ranges(self.pieces.kind, np.asarray(each))
 
     @cached_property
     def blocks(self) -> FloatArray:
