@@ -6,7 +6,7 @@
     random/RANK/GENERATOR  torch, cuda, python, numpy
     extra/PATH             tensors in what the user gave
 
-These are tensors and go through ``torch.distributed.checkpoint``; the rest (step, groups and their options, loss scale,
+These are tensors (``runtime.checkpoint.storage``); the rest (step, groups and their options, loss scale,
 ``extra``) is JSON. Names are the model's own, so the plan, the strategy and the number of ranks may change in between.
 """
 
@@ -19,11 +19,9 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-import torch.distributed.checkpoint as dcp
 from torch import Tensor
-from torch.distributed.checkpoint.api import CheckpointException
 
-from cost_models.errors import CheckpointError, PartitionerError, RankFailureError, UsageError
+from cost_models.errors import CheckpointError, PartitionerError, UsageError
 from partitioner.engine.state_keys import StateKeys
 from partitioner.engine.weights import MODEL_PREFIX, converts, problem_of
 from passes.graph.graph import OpGraph
@@ -35,11 +33,10 @@ from runtime.checkpoint.optimizer import (
     restore_optimizer,
     state_targets,
 )
-from runtime.checkpoint.parts import Part, Parts, PartsLoadPlanner, PartsSavePlanner
 from runtime.checkpoint.random import random_states, restore_random_states
-from runtime.checkpoint.storage import TensorReader, TensorWriter
+from runtime.checkpoint.storage import BlockPlace, BlockPlaces, merged_index, read_tensors, write_tensors
 from runtime.checkpoint.tree import decode, encode, tensor_names
-from runtime.ranks.side_group import SideGroup, raise_together
+from runtime.ranks.side_group import SideGroup
 from runtime.state.gather import gather_state
 from runtime.state.rank_state import RankState
 from runtime.state.step_precision import StepPrecision
@@ -127,7 +124,7 @@ class Checkpoints:
         self._settle()
         side, root = self._side, Path(directory)
         tensors: dict[str, Tensor] = {}
-        parts: dict[str, Part] = {}
+        parts: dict[str, BlockPlace] = {}
         extra_data: list[Any] = []
 
         def prepare() -> Any:
@@ -181,8 +178,8 @@ class Checkpoints:
         path = side.from_first("loading", lambda: find(Path(directory)))
         found: list[StoredCheckpoint] = []
         targets: dict[str, Tensor] = {}
-        own_parts: dict[str, Part] = {}
-        parts: dict[str, Part] = {}
+        own_parts: dict[str, BlockPlace] = {}
+        parts: dict[str, BlockPlace] = {}
 
         def prepare() -> None:
             checkpoint = read(path)
@@ -206,7 +203,8 @@ class Checkpoints:
 
         side.agree("loading", prepare)
         (checkpoint,) = found
-        _read(checkpoint, targets, parts, side)
+        stored = checkpoint.path, checkpoint.index
+        side.agree(f"loading {checkpoint.path}", lambda: read_tensors(*stored, targets, parts))
 
         def restore() -> None:
             record = checkpoint.record
@@ -286,18 +284,18 @@ class Checkpoints:
         part = sharding.owner_part(rank)
         return tuple(other for other in sharding.mesh.ranks if sharding.owner_part(other) == part)
 
-    def _parts(self, names: Iterable[str]) -> dict[str, Part]:
+    def _parts(self, names: Iterable[str]) -> dict[str, BlockPlace]:
         """Return the parts of those that this rank has a block of."""
         parts = {}
         for name in names:
             whole = self._state.whole_of(name)
             shape, sharding = self._shapes[whole], self._state.shardings.get(name)
             if name in self._state.parts:
-                parts[name] = Part(self._state.parts[name].block.offsets, shape, of=whole)
+                parts[name] = BlockPlace(self._state.parts[name].block.offsets, shape, of=whole)
             elif sharding is not None:
                 block = sharding.owner_block(shape, self._state.rank)
                 if block.shape != shape:
-                    parts[name] = Part(block.offsets, shape)
+                    parts[name] = BlockPlace(block.offsets, shape)
         return parts
 
     def _refuse_other_model(self, checkpoint: StoredCheckpoint) -> None:
@@ -323,7 +321,7 @@ class Checkpoints:
             )
 
 
-def _of_model(parts: Parts) -> dict[str, Part]:
+def _of_model(parts: BlockPlaces) -> dict[str, BlockPlace]:
     """Return ``parts`` by the names that the tensors themselves have, beside their optimizer's state."""
     return {MODEL_PREFIX + n: replace(p, of=p.of and MODEL_PREFIX + p.of) for n, p in parts.items()}
 
@@ -339,50 +337,20 @@ def _write(
     path: Path,
     record: Mapping[str, Any],
     tensors: dict[str, Tensor],
-    parts: Parts,
+    parts: BlockPlaces,
     keep: int,
     side: SideGroup,
 ) -> None:
     """Write all ranks' tensors, then, on rank 0, what makes them a checkpoint. Collective."""
-    writer = TensorWriter(path, side.rank, lambda index: commit(path, record, index, keep))
-    planner = PartsSavePlanner(parts)
+    doing = f"saving {path}"
     try:
-        _together(
-            f"saving {path}",
-            lambda: dcp.save(tensors, storage_writer=writer, planner=planner, process_group=side.group),
-        )
+        written = side.agree(doing, lambda: write_tensors(path, side.rank, tensors, parts))
+        side.from_first(doing, lambda: commit(path, record, merged_index(written), keep))
     except PartitionerError:
         # If only the news of success was lost, the checkpoint is whole.
         if side.rank == 0 and path.is_dir() and not is_checkpoint(path):
             remove(path)
         raise
-
-
-def _read(checkpoint: StoredCheckpoint, targets: dict[str, Tensor], parts: Parts, side: SideGroup) -> None:
-    """Fill the targets from the files. Collective."""
-    reader = TensorReader(checkpoint.path, checkpoint.index)
-    planner = PartsLoadPlanner(parts)
-    _together(
-        f"loading {checkpoint.path}",
-        lambda: dcp.load(targets, storage_reader=reader, planner=planner, process_group=side.group),
-    )
-
-
-def _together(doing: str, function: Callable[[], Any]) -> None:
-    """Run a function of DCP's, which hands every rank the errors of all."""
-    try:
-        function()
-    except CheckpointException as error:
-        failures = {rank: failure for rank, (failure, _) in error.failures.items()}
-        raise_together(
-            doing, {r: f if isinstance(f, PartitionerError) else repr(f) for r, f in failures.items()}
-        )
-    except RuntimeError as error:
-        raise RankFailureError(
-            f"a rank failed or hangs while {doing}",
-            [str(error).strip().splitlines()[0] if str(error) else type(error).__name__],
-            ["read the logs of the other ranks", "restart all ranks from the last checkpoint"],
-        ) from error
 
 
 def _refuse_invisible(path: Path) -> None:

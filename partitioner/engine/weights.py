@@ -55,8 +55,8 @@ def open_weights(source: str | Path) -> dict[str, Stored]:
     if is_checkpoint(path):
         checkpoint = read(find(path))
         model = {n.removeprefix(MODEL_PREFIX): n for n in checkpoint.index if n.startswith(MODEL_PREFIX)}
-        stored = stored_pieces(checkpoint.path, checkpoint.index, model.values())
-        return {name: stored[full] for name, full in model.items()}
+        asked = [(full, checkpoint.index[full].whole) for full in model.values()]
+        return dict(zip(model, stored_pieces(checkpoint.path, checkpoint.index, asked), strict=True))
     if (path / INDEX).is_file():
         return _sharded(path)
     if (path / SINGLE).is_file():

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from cost_models.errors import CheckpointError
-from runtime.checkpoint.storage import Index, IndexEntry
+from runtime.checkpoint.storage import IndexEntry, StoredIndex
 
 logger = logging.getLogger("partitioner")
 
@@ -38,7 +38,7 @@ class StoredCheckpoint:
 
     path: Path
     record: Mapping[str, Any]
-    index: Index
+    index: StoredIndex
 
 
 def begin(directory: Path, step: int) -> Path:
@@ -52,7 +52,7 @@ def begin(directory: Path, step: int) -> Path:
     return path
 
 
-def commit(path: Path, record: Mapping[str, Any], index: Index, keep: int) -> None:
+def commit(path: Path, record: Mapping[str, Any], index: StoredIndex, keep: int) -> None:
     """Make ``path``, whose tensors are on the disk, the newest checkpoint; keep ``keep`` in all."""
     data = {
         "format": FORMAT,

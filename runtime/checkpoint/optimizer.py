@@ -6,8 +6,8 @@ torch numbers parameters in the order of the groups, which depends on what a ran
      "groups": [{"options": {"lr": 0.1, …}, "names": ["embed.weight", …]}],
      "state": {"embed.weight": {"step": {"$tensor": "optimizer/embed.weight/step"}, …}}}
 
-Names are the model's own. Ranks may hold a parameter in parts (``Part.of``), each with a state of its own: tensors of the
-part's shape are then parts of the tensor in the record, and everything else is alike in all parts.
+Names are the model's own. Ranks may hold a parameter in parts (``BlockPlace.of``), each with a state of its own: tensors of
+the part's shape are then parts of the tensor in the record, and everything else is alike in all parts.
 """
 
 from __future__ import annotations
@@ -20,8 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from cost_models.errors import CheckpointError
-from runtime.checkpoint.parts import Part, Parts
-from runtime.checkpoint.storage import Index
+from runtime.checkpoint.storage import BlockPlace, BlockPlaces, StoredIndex
 from runtime.checkpoint.tree import decode, encode, tensor_names, written_out
 
 _KEPT_OF_GROUP = ("params", "param_names")
@@ -31,8 +30,8 @@ def optimizer_record(
     optimizer: torch.optim.Optimizer | None,
     parameters: Mapping[str, nn.Parameter],
     written: Sequence[str],
-    parts: Parts,
-) -> tuple[dict[str, Any] | None, dict[str, Tensor], dict[str, Part]]:
+    parts: BlockPlaces,
+) -> tuple[dict[str, Any] | None, dict[str, Tensor], dict[str, BlockPlace]]:
     """Return this rank's share of the record, with the state of the parameters ``written``, its tensors, and their parts.
 
     ``parts``: those of all parameters here. State of a part's own shape is a part of what the whole parameter would have.
@@ -50,7 +49,7 @@ def optimizer_record(
         groups.append({"options": data, "names": list(dict.fromkeys(names))})
     states: dict[str, Any] = {}
     tensors = {}
-    placed: dict[str, Part] = {}
+    placed: dict[str, BlockPlace] = {}
     for name in written:
         state = optimizer.state.get(parameters[name])
         if state is not None:
@@ -82,7 +81,7 @@ def refuse_other_optimizer(
     record: Mapping[str, Any] | None,
     optimizer: torch.optim.Optimizer | None,
     parameters: Mapping[str, nn.Parameter],
-    parts: Parts,
+    parts: BlockPlaces,
 ) -> None:
     """Raise CheckpointError unless the record is of this class, with these parameters in the same groups."""
     if optimizer is None:
@@ -121,18 +120,18 @@ def groups_of(optimizer: torch.optim.Optimizer, parameters: Mapping[str, nn.Para
 
 def state_targets(
     record: Mapping[str, Any],
-    index: Index,
+    index: StoredIndex,
     optimizer: torch.optim.Optimizer,
     parameters: Mapping[str, nn.Parameter],
-    parts: Parts,
-) -> tuple[dict[str, Tensor], dict[str, Part]]:
+    parts: BlockPlaces,
+) -> tuple[dict[str, Tensor], dict[str, BlockPlace]]:
     """Return tensors to load this rank's optimizer state into, by name in the checkpoint, and those that are parts.
 
     They are on the devices they will live on. If the optimizer has such a tensor already it is the target: a state of
     its size is not held twice. ``parts``: those of the parameters.
     """
     targets: dict[str, Tensor] = {}
-    placed: dict[str, Part] = {}
+    placed: dict[str, BlockPlace] = {}
     for name in groups_of(optimizer, parameters):
         whole = _whole(name, parts)
         _, present = encode(dict(optimizer.state.get(parameters[name], {})), f"optimizer/{whole}")
@@ -142,7 +141,7 @@ def state_targets(
             if name in parts and shape == parts[name].shape:
                 placed[key], shape = replace(parts[name], of=tensor), tuple(parameters[name].shape)
             elif key != tensor:
-                placed[key] = Part((0,) * len(shape), shape, of=tensor)
+                placed[key] = BlockPlace((0,) * len(shape), shape, of=tensor)
             device = parameters[name].device if shape else torch.device("cpu")
             fits = current is not None and (tuple(current.shape), current.dtype) == (shape, entry.dtype)
             targets[key] = (
@@ -158,7 +157,7 @@ def restore_optimizer(
     tensors: Mapping[str, Tensor],
     optimizer: torch.optim.Optimizer,
     parameters: Mapping[str, nn.Parameter],
-    parts: Parts,
+    parts: BlockPlaces,
 ) -> None:
     """Give the optimizer the state in ``tensors`` and the hyperparameters of the record."""
     name_of = {id(parameter): name for name, parameter in parameters.items()}
@@ -186,12 +185,12 @@ def class_name(optimizer: torch.optim.Optimizer) -> str:
     return f"{kind.__module__}.{kind.__qualname__}"
 
 
-def _whole(name: str, parts: Parts) -> str:
+def _whole(name: str, parts: BlockPlaces) -> str:
     """Return the model's own name of the parameter that a rank has as ``name``."""
     return parts[name].of or name if name in parts else name
 
 
-def _own_key(tensor: str, name: str, parts: Parts) -> str:
+def _own_key(tensor: str, name: str, parts: BlockPlaces) -> str:
     """Return a rank's name of its tensor of the state of its parameter ``name``: parts share the tensor's name."""
     return tensor if _whole(name, parts) == name else f"{tensor} of {name}"
 

@@ -1,9 +1,12 @@
-"""The storage behind ``torch.distributed.checkpoint``: one safetensors file per rank, and an index that is JSON.
+"""The tensors of a checkpoint: one safetensors file per rank, and an index that is JSON.
 
-DCP plans (the writer of a tensor that several ranks hold, the pieces of files that make up what a rank asks for, errors
-of one rank raised on all); this file stores. DCP's own file formats keep their index, and everything that is no
-tensor, as pickles, which run code when they are read; its Hugging Face format keeps a whole file in memory while it
-writes. A tensor in the index:
+Ranks may hold blocks of a tensor, and several of them the same one. Each hands in what it has, with its place in the whole
+beside it; who loads, on any number of ranks, gets each block that it asks for out of those that were stored.
+
+    model/up.weight (8, 4)     rank 0 hands in (4, 4) at (0, 0)     rank 1 hands in (4, 4) at (4, 0)
+
+``torch.distributed.checkpoint`` would keep its index, and everything that is no tensor, as pickles, which run code when
+they are read; its Hugging Face format keeps a whole file in memory while it writes. A tensor in the index:
 
     "model/h.0.weight": {"dtype": "F32", "shape": [8, 4], "pieces": [
         {"file": "rank-00000.safetensors", "key": "model/h.0.weight", "offsets": [0, 0], "shape": [8, 4], "crc32": 1}]}
@@ -11,32 +14,14 @@ writes. A tensor in the index:
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import math
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint import StorageReader, StorageWriter
-from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    TensorProperties,
-    TensorStorageMetadata,
-)
-from torch.distributed.checkpoint.planner import (
-    LoadPlan,
-    LoadPlanner,
-    SavePlan,
-    SavePlanner,
-    TensorWriteData,
-    WriteItem,
-)
-from torch.distributed.checkpoint.storage import WriteResult
-from torch.futures import Future
 
 from cost_models.errors import CheckpointError, InternalError
 from runtime.checkpoint.safetensors import DTYPE_NAMES, DTYPES, StoredTensor, read_header, write_file
@@ -44,7 +29,29 @@ from runtime.mesh.sharding import Block
 
 
 @dataclass(frozen=True)
-class Piece:
+class BlockPlace:
+    """The place of a tensor in the whole that it is a block of. ``shape``: the whole's; ``of``: its name, if another.
+
+    A rank may have several blocks of one tensor, by names of its own.
+    """
+
+    offsets: tuple[int, ...]
+    shape: tuple[int, ...]
+    of: str = ""
+
+
+BlockPlaces = Mapping[str, BlockPlace]
+"""Places of tensors that are not the whole of what their name stands for, by name."""
+
+
+def _place(name: str, tensor: Tensor, places: BlockPlaces) -> tuple[str, BlockPlace]:
+    """Return the name and the place in a checkpoint of a tensor that a rank has as ``name``."""
+    place = places.get(name) or BlockPlace((0,) * tensor.dim(), tuple(tensor.shape))
+    return place.of or name, place
+
+
+@dataclass(frozen=True)
+class StoredBlock:
     """A stored block of a tensor: the whole of it, or the part that starts at ``offsets``."""
 
     file: str
@@ -56,11 +63,16 @@ class Piece:
 
 @dataclass(frozen=True)
 class IndexEntry:
-    """A tensor of a checkpoint, and its pieces."""
+    """A tensor of a checkpoint, and the blocks that it was stored in."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
-    pieces: tuple[Piece, ...]
+    pieces: tuple[StoredBlock, ...]
+
+    @property
+    def whole(self) -> Block:
+        """All of the tensor."""
+        return Block((0,) * len(self.shape), self.shape)
 
     def to_json(self) -> dict[str, Any]:
         pieces = [vars(piece) for piece in self.pieces]
@@ -68,9 +80,8 @@ class IndexEntry:
 
     @classmethod
     def from_json(cls, data: Any) -> IndexEntry:
-        """Read an entry; raise KeyError, TypeError or ValueError if ``data`` is none."""
         pieces = tuple(
-            Piece(
+            StoredBlock(
                 _file_name(piece["file"]),
                 str(piece["key"]),
                 tuple(map(int, piece["offsets"])),
@@ -89,141 +100,90 @@ def _file_name(name: Any) -> str:
     return name
 
 
-Index = Mapping[str, IndexEntry]
+StoredIndex = Mapping[str, IndexEntry]
 
 
-class _AsPlanned:
-    """The parts of DCP's storage that have nothing to do: plans stay as they are, nothing is kept from call to call."""
-
-    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        pass
-
-    def prepare_local_plan(self, plan: Any) -> Any:
-        return plan
-
-    def prepare_global_plan(self, plans: list[Any]) -> list[Any]:
-        return plans
-
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        return bool(checkpoint_id)
+# --------------------------------------------------------------------------------------------------
+# Writing
 
 
-class TensorWriter(_AsPlanned, StorageWriter):
-    """The writer of this rank's tensors into ``directory``; ``finish(index)`` runs on the coordinator after all ranks."""
-
-    def __init__(self, directory: Path, rank: int, finish: Callable[[dict[str, IndexEntry]], None]) -> None:
-        self._directory, self._rank, self._finish = directory, rank, finish
-
-    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Do nothing: there is nothing to set up."""
-
-    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        items = [(item, _tensor_data(item)) for item in plan.items]
-        items.sort(key=lambda pair: -pair[1].properties.dtype.itemsize)
-        future: Future[list[WriteResult]] = Future()
-        if not items:
-            future.set_result([])
-            return future
-        specs = [(_key(item, data), data.properties.dtype, tuple(data.chunk.sizes)) for item, data in items]
-        file = f"rank-{self._rank:05}.safetensors"
-        path = self._directory / file
-        try:
-            checksums = write_file(path, specs, (_resolved(planner, item) for item, _ in items))
-        except OSError as error:
-            raise CheckpointError(f"cannot write {path}", [error.strerror or str(error)]) from error
-        results = [
-            WriteResult(
-                item.index,
-                item.tensor_storage_size() or 0,
-                Piece(file, key, tuple(data.chunk.offsets), shape, checksum),
-            )
-            for (item, data), (key, _, shape), checksum in zip(items, specs, checksums, strict=True)
-        ]
-        future.set_result(results)
-        return future
-
-    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        pieces: dict[str, list[Piece]] = {}
-        for result in (result for rank in results for result in rank):
-            pieces.setdefault(result.index.fqn, []).append(result.storage_data)
-        index = {}
-        for name, stored in metadata.state_dict_metadata.items():
-            if not isinstance(stored, TensorStorageMetadata):
-                raise InternalError(f"{name} is no tensor: only tensors go through DCP")
-            index[name] = IndexEntry(stored.properties.dtype, tuple(stored.size), tuple(pieces[name]))
-        self._finish(index)
+def write_tensors(
+    directory: Path, rank: int, tensors: Mapping[str, Tensor], places: BlockPlaces
+) -> dict[str, list[IndexEntry]]:
+    """Write what ``rank`` hands in to a file of its own, and return the index of it: an entry for each block."""
+    order = sorted(tensors, key=lambda name: -tensors[name].itemsize)
+    if not order:
+        return {}
+    placed = [_place(name, tensors[name], places) for name in order]
+    keys = [_key(source, place, tensors[name]) for name, (source, place) in zip(order, placed, strict=True)]
+    shapes = [tuple(tensors[name].shape) for name in order]
+    specs = [(k, tensors[name].dtype, s) for k, name, s in zip(keys, order, shapes, strict=True)]
+    file = f"rank-{rank:05}.safetensors"
+    try:
+        checksums = write_file(directory / file, specs, (tensors[name] for name in order))
+    except OSError as error:
+        raise CheckpointError(f"cannot write {directory / file}", [error.strerror or str(error)]) from error
+    index: dict[str, list[IndexEntry]] = {}
+    for (key, dtype, shape), (source, place), crc32 in zip(specs, placed, checksums, strict=True):
+        block = StoredBlock(file, key, place.offsets, shape, crc32)
+        index.setdefault(source, []).append(IndexEntry(dtype, place.shape, (block,)))
+    return index
 
 
-class TensorReader(_AsPlanned, StorageReader):
-    """The reader of pieces of a checkpoint in ``directory`` into given tensors, which may have other dtypes."""
-
-    def __init__(self, directory: Path, index: Index) -> None:
-        self._directory, self._index = directory, index
-        self._pieces = {
-            MetadataIndex(name, piece.offsets): piece
-            for name, entry in index.items()
-            for piece in entry.pieces
-        }
-
-    def read_metadata(self) -> Metadata:  # type: ignore[override, unused-ignore]  # no rank-local metadata
-        return Metadata(
-            {
-                name: TensorStorageMetadata(
-                    TensorProperties(entry.dtype),
-                    torch.Size(entry.shape),
-                    [ChunkStorageMetadata(torch.Size(p.offsets), torch.Size(p.shape)) for p in entry.pieces],
-                )
-                for name, entry in self._index.items()
-            }
-        )
-
-    def set_up_storage_reader(
-        self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any
-    ) -> None:
-        """Do nothing: there is nothing to set up."""
-
-    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        located = locate(
-            self._directory,
-            ((self._pieces[i.storage_index], self._index[i.storage_index.fqn].dtype) for i in plan.items),
-        )
-        for item, stored in zip(plan.items, located, strict=True):
-            target = planner.resolve_tensor(item).detach()
-            block = Block(tuple(item.storage_offsets), tuple(item.lengths))
-            _read_piece(stored, self._pieces[item.storage_index], block, target)
-        future: Future[None] = Future()
-        future.set_result(None)
-        return future
+def _key(source: str, place: BlockPlace, tensor: Tensor) -> str:
+    """Return a tensor's name in its file."""
+    return source if tuple(tensor.shape) == place.shape else f"{source}@{','.join(map(str, place.offsets))}"
 
 
-def locate(directory: Path, wanted: Iterable[tuple[Piece, torch.dtype]]) -> list[StoredTensor]:
-    """Return the place of each wanted piece. Raises CheckpointError naming what files lack, or hold in another form."""
-    headers: dict[str, Mapping[str, StoredTensor]] = {}
-    found: list[StoredTensor] = []
-    problems: list[str] = []
-    for piece, dtype in wanted:
-        if piece.file not in headers:
-            headers[piece.file] = read_header(directory / piece.file)
-        stored = headers[piece.file].get(piece.key)
-        if stored is None:
-            problems.append(f"{piece.key} is not in {piece.file}")
-        elif (stored.shape, stored.dtype) != (piece.shape, dtype):
-            problems.append(f"{piece.key} is {stored.dtype} {stored.shape} in {piece.file}")
-        else:
-            found.append(stored)
+def merged_index(of_ranks: Iterable[Mapping[str, Sequence[IndexEntry]]]) -> dict[str, IndexEntry]:
+    """Join what ranks wrote. Of equal blocks the first counts; together they must be all of the tensor."""
+    entries: dict[str, list[IndexEntry]] = {}
+    for of_rank in of_ranks:
+        for name, written in of_rank.items():
+            entries.setdefault(name, []).extend(written)
+    index = {}
+    for name, parts in entries.items():
+        blocks = {piece.offsets: piece for part in reversed(parts) for piece in part.pieces}
+        pieces = tuple(sorted(blocks.values(), key=lambda piece: piece.offsets))
+        index[name] = IndexEntry(parts[0].dtype, parts[0].shape, pieces)
+        stored, size = sum(math.prod(piece.shape) for piece in pieces), math.prod(parts[0].shape)
+        if stored != size or len({(part.dtype, part.shape) for part in parts}) > 1:
+            raise InternalError(f"save {name}", [f"ranks have {stored} of its {size} elements", str(parts)])
+    return index
+
+
+# --------------------------------------------------------------------------------------------------
+# Reading
+
+
+def read_tensors(
+    directory: Path, index: StoredIndex, targets: Mapping[str, Tensor], places: BlockPlaces
+) -> None:
+    """Fill ``targets``, which may have other dtypes. Raises CheckpointError where the checkpoint does not have them."""
+    problems, asked = [], []
+    for name, tensor in targets.items():
+        source, place = _place(name, tensor, places)
+        if source not in index:
+            problems.append(f"{source} is not in it")
+        elif index[source].shape != place.shape:
+            problems.append(f"{source} is {index[source].shape} there, {place.shape} here")
+        asked.append((source, Block(place.offsets, tuple(tensor.shape))))
     if problems:
-        raise CheckpointError(f"{directory} is damaged", problems[:20], ["load an earlier checkpoint"])
-    return found
+        raise CheckpointError("the checkpoint does not have what is asked for", problems[:20])
+    stored = stored_pieces(directory, index, asked)
+    for pieces, target, (_, block) in zip(stored, targets.values(), asked, strict=True):
+        pieces.read_block(target.detach(), block.offsets)
 
 
 @dataclass(frozen=True)
 class StoredPieces:
-    """A whole tensor of a checkpoint, to be read outside DCP."""
+    """The tensor ``name`` of a checkpoint, as far as it was asked for: its blocks, and the places of these in files."""
 
+    directory: Path
+    name: str
     dtype: torch.dtype
     shape: tuple[int, ...]
-    pieces: tuple[tuple[Piece, StoredTensor], ...]
+    pieces: tuple[tuple[StoredBlock, StoredTensor], ...]
 
     def read_into(self, target: Tensor) -> None:
         """Fill ``target``, which has this shape."""
@@ -232,57 +192,61 @@ class StoredPieces:
     def read_block(self, target: Tensor, offsets: Sequence[int]) -> None:
         """Fill ``target`` with the block of its shape that starts at ``offsets``."""
         asked = Block(tuple(offsets), tuple(target.shape))
+        missing = target.numel()
         for piece, stored in self.pieces:
             shared = asked.shared_with(Block(piece.offsets, piece.shape))
             if shared is not None:
                 _read_piece(stored, piece, shared.within(piece.offsets), shared.within(offsets).of(target))
+                missing -= math.prod(shared.shape)
+        if missing:
+            raise _damaged(self.directory, [f"{missing} elements of {self.name} are in none of its files"])
 
     def checksum(self) -> int:
         """Return a number that is equal for equal contents in equal pieces."""
         return hash(tuple((piece.offsets, piece.crc32) for piece, _ in self.pieces))
 
 
-def stored_pieces(directory: Path, index: Index, names: Iterable[str]) -> dict[str, StoredPieces]:
-    """Return the tensors called ``names``, by name."""
-    wanted = [(name, piece) for name in names for piece in index[name].pieces]
-    located = locate(directory, ((piece, index[name].dtype) for name, piece in wanted))
-    pieces: dict[str, list[tuple[Piece, StoredTensor]]] = {}
-    for (name, piece), stored in zip(wanted, located, strict=True):
-        pieces.setdefault(name, []).append((piece, stored))
-    return {
-        name: StoredPieces(index[name].dtype, index[name].shape, tuple(found))
-        for name, found in pieces.items()
-    }
+def stored_pieces(
+    directory: Path, index: StoredIndex, asked: Iterable[tuple[str, Block]]
+) -> list[StoredPieces]:
+    """Find the blocks of tensors that were ``asked`` for, by name and block; headers of other files are not read.
+
+    Raises CheckpointError naming what files lack, or hold in another form.
+    """
+    headers: dict[str, Mapping[str, StoredTensor]] = {}
+    found: list[StoredPieces] = []
+    problems: list[str] = []
+    for name, block in asked:
+        entry = index[name]
+        located = []
+        for piece in entry.pieces:
+            if block.shared_with(Block(piece.offsets, piece.shape)) is None:
+                continue
+            if piece.file not in headers:
+                headers[piece.file] = read_header(directory / piece.file)
+            stored = headers[piece.file].get(piece.key)
+            if stored is None:
+                problems.append(f"{piece.key} is not in {piece.file}")
+            elif (stored.shape, stored.dtype) != (piece.shape, entry.dtype):
+                problems.append(f"{piece.key} is {stored.dtype} {stored.shape} in {piece.file}")
+            else:
+                located.append((piece, stored))
+        found.append(StoredPieces(directory, name, entry.dtype, entry.shape, tuple(located)))
+    if problems:
+        raise _damaged(directory, problems[:20])
+    return found
 
 
-def _tensor_data(item: WriteItem) -> TensorWriteData:
-    if item.tensor_data is None:
-        raise InternalError(f"{item.index.fqn} is no tensor: only tensors go through DCP")
-    return item.tensor_data
-
-
-def _resolved(planner: SavePlanner, item: WriteItem) -> Tensor:
-    value = planner.resolve_data(item)
-    assert isinstance(value, Tensor)
-    return value
-
-
-def _key(item: WriteItem, data: TensorWriteData) -> str:
-    """Return a tensor's name in its file. A rank may hold several pieces of one tensor."""
-    if tuple(data.chunk.sizes) == tuple(data.size):
-        return str(item.index.fqn)
-    return f"{item.index.fqn}@{','.join(map(str, data.chunk.offsets))}"
-
-
-def _read_piece(stored: StoredTensor, piece: Piece, block: Block, target: Tensor) -> None:
+def _read_piece(stored: StoredTensor, piece: StoredBlock, block: Block, target: Tensor) -> None:
     """Read a block of a stored piece into ``target``; the checksum of a whole piece is checked."""
     if block.shape != piece.shape:
         stored.read_block(target, block.offsets)
         return
     checksum = stored.read_into(target)
     if checksum != piece.crc32:
-        raise CheckpointError(
-            f"{stored.path} is damaged",
-            [f"the checksum of {stored.name} is {checksum:#010x}, it was saved with {piece.crc32:#010x}"],
-            ["load an earlier checkpoint"],
-        )
+        text = f"the checksum of {stored.name} is {checksum:#010x}, it was saved with {piece.crc32:#010x}"
+        raise _damaged(stored.path, [text])
+
+
+def _damaged(path: Path, because: Sequence[str]) -> CheckpointError:
+    return CheckpointError(f"{path} is damaged", because, ["load an earlier checkpoint"])

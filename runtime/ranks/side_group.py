@@ -51,7 +51,9 @@ class SideGroup:
             own, outcome = error, (False, error if isinstance(error, PartitionerError) else repr(error))
         outcomes: list[Any] = [None] * self.size
         try:
-            self._waiting(doing, lambda: dist.all_gather_object(outcomes, outcome, group=self.group))
+            self._waiting(
+                "the others", lambda: dist.all_gather_object(outcomes, outcome, group=self.group), doing
+            )
         except RankFailureError as error:
             if own is not None:  # the reason, rather than that nobody could be told
                 raise own from error
@@ -88,12 +90,12 @@ class SideGroup:
 
         self._waiting(what, transfer)
 
-    def _waiting(self, what: str, function: Callable[[], Any]) -> None:
+    def _waiting(self, what: str, function: Callable[[], Any], doing: str = "") -> None:
         try:
             function()
         except RuntimeError as error:
             raise RankFailureError(
-                f"a rank failed or hangs: rank {self.rank} waited for {what}",
+                f"a rank failed or hangs{f' while {doing}' if doing else ''}: rank {self.rank} waited for {what}",
                 [str(error).strip().splitlines()[0] if str(error) else type(error).__name__],
                 ["read the logs of the other ranks", "restart all ranks from the last checkpoint"],
             ) from error

@@ -25,7 +25,7 @@ from partitioner.engine.engine import Engine
 from partitioner.models.as_graph import as_graph
 from passes.graph.graph import OpGraph
 from runtime.checkpoint import directory as checkpoint_directory
-from runtime.checkpoint import storage as checkpoint_storage
+from runtime.checkpoint import safetensors as checkpoint_files
 from runtime.ranks.launch import WorkerPool
 from tests.support.matrix import thinned
 
@@ -360,7 +360,7 @@ def killed_while_saving(plan_json: str, folder: str, where: str, asynchronous: b
         engine.train_step(batch(1))
         rank = dist.get_rank()
         if where == "tensors" and rank == 1:
-            checkpoint_storage._resolved = die  # the file is open, and has its header
+            checkpoint_files._plain = die  # the file is open, and has its header
         if where == "latest" and rank == 0:
             write = checkpoint_directory._write
 

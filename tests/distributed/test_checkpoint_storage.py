@@ -3,66 +3,91 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
+import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 
+from cost_models.errors import CheckpointError, InternalError
 from runtime.checkpoint.directory import begin, commit, read
-from runtime.checkpoint.storage import TensorReader, TensorWriter, stored_pieces
+from runtime.checkpoint.storage import (
+    BlockPlace,
+    IndexEntry,
+    StoredBlock,
+    merged_index,
+    read_tensors,
+    stored_pieces,
+    write_tensors,
+)
+from runtime.mesh.sharding import Block
 from runtime.ranks.launch import WorkerPool
 from runtime.ranks.side_group import SideGroup
 from runtime.state import gather as gather_state
 from runtime.state.gather import HeldPiece, StateEntry
 from runtime.state.rank_state import RankState
 
-PLACEMENTS: list[Placement] = [Shard(0), Shard(1), Replicate()]
+SHAPE = (5, 7)
+ROWS, COLUMNS, WHOLE = (
+    [Block((0, 0), (2, 7)), Block((2, 0), (2, 7)), Block((4, 0), (1, 7)), Block((5, 0), (0, 7))],
+    [Block((0, 0), (5, 2)), Block((0, 2), (5, 2)), Block((0, 4), (5, 2)), Block((0, 6), (5, 1))],
+    [Block((0, 0), SHAPE)] * 4,
+)
+"""The blocks of four ranks: 2, 2, 1 and 0 rows; 2, 2, 2 and 1 columns; the whole on each."""
+CUTS = {"0": ROWS, "1": COLUMNS, "2": WHOLE}
 
 
 def value(number: int) -> torch.Tensor:
-    return torch.arange(10.0 * number, 10.0 * number + 35).view(5, 7)
+    return torch.arange(10.0 * number, 10.0 * number + 35).view(SHAPE)
 
 
 def stored_and_cut_anew(folder: str) -> None:
-    """5 × 7 over 4 ranks: blocks of 2, 2, 1 and 0 rows, or of 2, 2, 2 and 1 columns."""
+    """Every way of cutting is stored, and read in each."""
     side, rank = SideGroup(), dist.get_rank()
-    mesh = init_device_mesh("cpu", (4,))
     path = side.from_first("saving", lambda: begin(Path(folder), 3))
-    tensors: dict[str, torch.Tensor] = {
-        str(n): distribute_tensor(value(n), mesh, [how]) for n, how in enumerate(PLACEMENTS)
-    }
+    tensors = {name: blocks[rank].of(value(int(name))) for name, blocks in CUTS.items()}
+    places = {name: BlockPlace(blocks[rank].offsets, SHAPE) for name, blocks in CUTS.items()}
     tensors["plain"] = torch.tensor(7, dtype=torch.int64)
+    if rank == 3:  # two blocks of one tensor, by names of its own
+        for name, block in {"upper": Block((0, 0), (4, 7)), "lower": Block((4, 0), (1, 7))}.items():
+            tensors[name] = block.of(value(3))
+            places[name] = BlockPlace(block.offsets, SHAPE, of="3")
     record = {"model": "", "step": 3, "world_size": 4, "optimizer": None, "loss_scale": {}, "extra": None}
-    writer = TensorWriter(path, rank, lambda index: commit(path, record, index, 1))
-    dcp.save(tensors, storage_writer=writer, process_group=side.group)
+    written = side.agree("saving", lambda: write_tensors(path, rank, tensors, places))
+    side.from_first("saving", lambda: commit(path, record, merged_index(written), 1))
 
     checkpoint = read(path)
-    for how in PLACEMENTS:
-        asked: dict[str, torch.Tensor] = {
-            str(n): distribute_tensor(torch.zeros(5, 7), mesh, [how]) for n in range(len(PLACEMENTS))
-        }
-        reader = TensorReader(checkpoint.path, checkpoint.index)
-        dcp.load(asked, storage_reader=reader, process_group=side.group)
+    stored = checkpoint.path, checkpoint.index
+    for blocks in CUTS.values():
+        block = blocks[rank]
+        asked = {name: torch.zeros(block.shape) for name in "0123"}
+        read_tensors(*stored, asked, {name: BlockPlace(block.offsets, SHAPE) for name in asked})
         for name, tensor in asked.items():
-            assert isinstance(tensor, DTensor)
-            assert torch.equal(tensor.full_tensor(), value(int(name))), (name, how)
-    plain = {"0": torch.zeros(5, 7, dtype=torch.float64), "plain": torch.zeros((), dtype=torch.int64)}
-    dcp.load(plain, storage_reader=TensorReader(checkpoint.path, checkpoint.index), process_group=side.group)
+            assert torch.equal(tensor, block.of(value(int(name)))), (name, block)
+    plain = {"0": torch.zeros(SHAPE, dtype=torch.float64), "plain": torch.zeros((), dtype=torch.int64)}
+    read_tensors(*stored, plain, {})
     assert torch.equal(plain["0"], value(0).double())
     assert int(plain["plain"]) == 7
-    for name, stored in stored_pieces(checkpoint.path, checkpoint.index, ["0", "1", "2"]).items():
-        target = torch.zeros(5, 7)
-        stored.read_into(target)
+    for name, pieces in zip("012", stored_pieces(*stored, [(n, WHOLE[0]) for n in "012"]), strict=True):
+        target = torch.zeros(SHAPE)
+        pieces.read_into(target)
         for first, second in ((0, 0), (1, 2), (2, 3)):
-            block = torch.zeros(3, 4)
-            stored.read_block(block, (first, second))
-            assert torch.equal(block, value(int(name))[first : first + 3, second : second + 4])
+            part = torch.zeros(3, 4)
+            pieces.read_block(part, (first, second))
+            assert torch.equal(part, value(int(name))[first : first + 3, second : second + 4])
         assert torch.equal(target, value(int(name)))
+    for names, said in (
+        (("4", SHAPE), "4 is not in it"),
+        (("0", (5, 8)), r"0 is \(5, 7\) there, \(5, 8\) here"),
+    ):
+        with pytest.raises(CheckpointError, match=said):
+            read_tensors(*stored, {names[0]: torch.zeros(names[1])}, {})
+    less = {**checkpoint.index, "1": replace(checkpoint.index["1"], pieces=checkpoint.index["1"].pieces[1:])}
+    with pytest.raises(CheckpointError, match="10 elements of 1 are in none of its files"):
+        read_tensors(path, less, {"1": torch.zeros(SHAPE)}, {})
     side.close()
 
 
@@ -71,9 +96,16 @@ def test_blocks_are_stored_once_and_cut_anew(pool: WorkerPool, tmp_path: Path) -
     (path,) = tmp_path.glob("step-*")
     pieces = json.loads((path / "checkpoint.json").read_text())["tensors"]
     assert [piece["shape"] for piece in pieces["0"]["pieces"]] == [[2, 7], [2, 7], [1, 7], [0, 7]]
-    assert len(pieces["2"]["pieces"]) == len(pieces["plain"]["pieces"]) == 1, "several have it, one writes it"
+    assert [piece["shape"] for piece in pieces["3"]["pieces"]] == [[4, 7], [1, 7]]
+    assert len(pieces["2"]["pieces"]) == len(pieces["plain"]["pieces"]) == 1, "several have it, one counts"
     names = {name for file in path.glob("*.safetensors") for name in load_file(file)}
     assert {"1@0,0", "1@0,2", "1@0,4", "1@0,6", "plain"} <= names
+
+
+def test_blocks_that_are_not_all_of_a_tensor_are_no_checkpoint() -> None:
+    block = StoredBlock("rank-00000.safetensors", "w", (0, 0), (4, 7), 0)
+    with pytest.raises(InternalError, match="28 of its 35 elements"):
+        merged_index([{"w": [IndexEntry(torch.float32, SHAPE, (block,))]}])
 
 
 def gathered_from_blocks() -> bool:
