@@ -14,8 +14,7 @@ from cost_models.precision import Precision
 from partitioner.batches.step import replanned
 from partitioner.deployment.state import holders_of, rank_state
 from partitioner.engine.optimizer import make_engine_optimizer
-from partitioner.engine.state_keys import StateKeys
-from partitioner.engine.weights import weights_of
+from partitioner.engine.weights import StateKeys, weights_of
 from partitioner.models.as_graph import Check, as_graph
 from partitioner.models.workload import Workload
 from partitioner.record.data import PlanData

@@ -22,8 +22,7 @@ import torch
 from torch import Tensor
 
 from cost_models.errors import CheckpointError, PartitionerError, UsageError
-from partitioner.engine.state_keys import StateKeys
-from partitioner.engine.weights import MODEL_PREFIX, converts, problem_of
+from partitioner.engine.weights import MODEL_PREFIX, StateKeys, converts, problem_of
 from passes.graph.graph import OpGraph
 from runtime.checkpoint.directory import StoredCheckpoint, begin, commit, find, is_checkpoint, read, remove
 from runtime.checkpoint.optimizer import (

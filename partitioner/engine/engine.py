@@ -39,11 +39,11 @@ from partitioner.batches.step import (
     share_results,
     tokens_in,
 )
+from partitioner.engine.callbacks import ByParts, Callback, close_all
 from partitioner.engine.checkpoints import Checkpoints, PendingSave
 from partitioner.engine.gradient_hooks import GradientHooks, hooked_parameters
-from partitioner.engine.listeners import ByParts, Listener, close_all
 from partitioner.engine.profile import profile_steps
-from partitioner.engine.state_keys import StateKeys
+from partitioner.engine.weights import StateKeys
 from partitioner.evaluation.evaluation import EvalOutput, Evaluator
 from partitioner.evaluation.placed import Deployed
 from partitioner.record.describe import token_leaf
@@ -70,7 +70,7 @@ class Engine:
         keys: StateKeys,
         *,
         check_batches: int,
-        callbacks: Iterable[Listener],
+        callbacks: Iterable[Callback],
     ) -> None:
         self.plan = plan = deployed.plan
         executor, state, graph = deployed.executor, deployed.state, deployed.training
@@ -239,7 +239,7 @@ class Engine:
         assert info is not None
         self._tell(lambda callback: callback.on_step_end(self, info))
 
-    def _tell(self, what: Callable[[Listener], None]) -> None:
+    def _tell(self, what: Callable[[Callback], None]) -> None:
         """Call every callback. If one raises on one rank, the others must hear why this one is gone."""
         with self.executor.reported():
             for callback in self.callbacks:

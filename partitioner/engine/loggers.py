@@ -4,7 +4,8 @@
     10     2.3012   0.91       0.0003   0.212         0.004            37.7                     0.12
 
 ``step_seconds`` is the engine's time per step, ``between_seconds`` what passes between two steps: loading data, evaluating,
-saving. Rates are of the engine's time.
+saving. Rates are of the engine's time. Nothing is read from a device until the ``every``-th step; then one row is made:
+loss, gradient norm, learning rate and metrics of that step, rates over all steps since the row before.
 """
 
 from __future__ import annotations
@@ -12,18 +13,89 @@ from __future__ import annotations
 import csv
 import logging
 import os
-from collections.abc import Sequence
+import time
+from collections.abc import Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, Protocol
 
 from cost_models.errors import UsageError
-from partitioner.engine.step_log import Row, StepLogger
+from partitioner.engine.callbacks import Callback
 
 if TYPE_CHECKING:
+    from partitioner.batches.step import StepInfo
     from partitioner.engine.engine import Engine
+    from partitioner.evaluation.evaluation import EvalOutput
 
 logger = logging.getLogger("partitioner")
+
+Row = Mapping[str, float | None]
+"""Numbers by name; None where there is none."""
+
+
+class StepLogger(Callback):
+    """A callback that makes rows on rank 0; subclasses write them. ``every``: steps per row."""
+
+    def __init__(self, every: int = 1) -> None:
+        if every < 1:
+            raise UsageError(f"cannot log every {every} steps", suggestions=["every=1 or more"])
+        self._every = every
+        self._forget()
+        self._ended: float | None = None
+
+    def on_train_start(self, engine: Engine) -> None:
+        self._ended = None
+
+    def on_step_end(self, engine: Engine, info: StepInfo) -> None:
+        if engine.state.rank != 0:
+            return
+        now = time.perf_counter()
+        if self._ended is not None:
+            self._between_seconds += max(0.0, now - self._ended - info.seconds)
+        self._ended = now
+        self._steps += 1
+        self._seconds += info.seconds
+        self._samples += info.samples
+        self._tokens += info.tokens or 0
+        if info.step % self._every == 0:
+            row = self._row(engine, info)
+            self._forget()
+            self.write(info.step, row)
+
+    def on_evaluate_end(self, engine: Engine, output: EvalOutput) -> None:
+        if engine.state.rank == 0:
+            metrics = {f"metric/{name}": metric.item() for name, metric in output.metrics.items()}
+            self.write_evaluation(engine.step, {"loss": output.loss.item(), **metrics})
+
+    def write(self, step: int, row: Row) -> None:
+        """Write a row, on rank 0, at the end of step number ``step``."""
+        raise NotImplementedError
+
+    def write_evaluation(self, step: int, row: Row) -> None:
+        """Write ``loss`` and metrics of an evaluation, on rank 0, once ``step`` steps were done."""
+        raise NotImplementedError
+
+    def _row(self, engine: Engine, info: StepInfo) -> Row:
+        groups = engine.optimizer.param_groups
+        rates = {f"lr_{number}": float(group["lr"]) for number, group in enumerate(groups[1:], 1)}
+        prediction, batch_size = engine.plan.prediction, engine.plan.batch_size
+        return {
+            "loss": info.loss.item(),
+            "grad_norm": None if info.grad_norm is None else info.grad_norm.item(),
+            "lr": float(groups[0]["lr"]),
+            **rates,
+            "step_seconds": self._seconds / self._steps,
+            "between_seconds": self._between_seconds / self._steps,
+            "samples_per_second": self._samples / self._seconds,
+            "tokens_per_second": None if info.tokens is None else self._tokens / self._seconds,
+            "mfu": prediction.utilization(batch_size, self._samples / self._seconds),
+            "skipped": float(info.skipped),
+            **{f"metric/{name}": metric.item() for name, metric in info.metrics.items()},
+        }
+
+    def _forget(self) -> None:
+        self._steps = self._samples = self._tokens = 0
+        self._seconds = self._between_seconds = 0.0
 
 
 class CsvLogger(StepLogger):
@@ -36,7 +108,10 @@ class CsvLogger(StepLogger):
     def __init__(self, path: str | os.PathLike[str], every: int = 1) -> None:
         super().__init__(every)
         train = Path(path)
-        self._train, self._eval = _Table(train), _Table(train.with_suffix(f".eval{train.suffix or '.csv'}"))
+        self._train, self._eval = (
+            _CsvTable(train),
+            _CsvTable(train.with_suffix(f".eval{train.suffix or '.csv'}")),
+        )
 
     def write(self, step: int, row: Row) -> None:
         self._train.append({"step": step, **row})
@@ -49,7 +124,7 @@ class CsvLogger(StepLogger):
         self._eval.close()
 
 
-class _Table:
+class _CsvTable:
     """A CSV file that rows are appended to. It is opened, or made, with the first one."""
 
     def __init__(self, path: Path) -> None:

@@ -10,7 +10,7 @@ are dropped from the groups, so that every rank has the same groups in the same 
     rank 2   [head.weight]                              []
 
 A scheduler sets options of groups, so it does the same on every rank. Parameters that ranks hold in parts are whole while
-it is made (``partitioner.engine.optimizer_parts``).
+it is made (``partitioner.engine.optimizer``).
 """
 
 from __future__ import annotations
@@ -22,9 +22,12 @@ import torch
 from torch import nn
 
 from cost_models.errors import UsageError
-from partitioner.engine.optimizer_elements import refuse_whole_tensors
-from partitioner.engine.optimizer_memory import refuse_heavier
-from partitioner.engine.optimizer_parts import put_parts, stand_in
+from partitioner.engine.optimizer_trials import (
+    FOREIGN_ERRORS,
+    options_of,
+    refuse_heavier,
+    refuse_whole_tensors,
+)
 from partitioner.engine.optimizers import make_optimizer
 from partitioner.record.data import PlanData
 from passes.graph.graph import OpGraph
@@ -146,3 +149,51 @@ def _drop_stand_ins(optimizer: torch.optim.Optimizer, stand_ins: Collection[nn.P
                 group[key] = [group[key][at] for at in kept]
     for parameter in stand_ins:
         optimizer.state.pop(parameter, None)
+
+
+def put_parts(optimizer: torch.optim.Optimizer, names: Mapping[int, str], state: RankState) -> dict[int, str]:
+    """Put every part into the group, and the place, of the parameter that it is of; stand-ins for other ranks' parts.
+
+    ``names``: those of the parameters that the optimizer was made with, by id. Returns the names of the parts, by id.
+    """
+    found: dict[int, str] = {}
+    for group in optimizer.param_groups:
+        parameters: list[nn.Parameter] = []
+        called: list[str] = []
+        for parameter in group["params"]:
+            name = names[id(parameter)]
+            held = state.names_of(name)
+            called += held
+            if held == (name,):
+                parameters.append(parameter)
+                continue
+            has_state = bool(optimizer.state.pop(parameter, None))
+            for part in held:
+                own = state.parameters.get(part)
+                if own is None:
+                    own = stand_in(state.parts[part].block.shape, parameter.dtype)
+                elif has_state:
+                    optimizer.state[own] = _first_state(type(optimizer), group, own)
+                found[id(own)] = part
+                parameters.append(own)
+        group["params"] = parameters
+        if "param_names" in group:
+            group["param_names"] = called
+    return found
+
+
+def stand_in(shape: tuple[int, ...], dtype: torch.dtype) -> nn.Parameter:
+    """Make a parameter without memory."""
+    return nn.Parameter(torch.empty(shape, dtype=dtype, device="meta"))
+
+
+def _first_state(cls: Any, group: Mapping[str, Any], part: nn.Parameter) -> Any:
+    """Return the state that an optimizer which makes it at once (Adagrad) would have made for ``part``."""
+    try:
+        return cls([part], **options_of(cls, group)).state[part]
+    except FOREIGN_ERRORS as error:
+        raise UsageError(
+            f"{cls.__name__} cannot train parts of parameters",
+            because=[f"it has state before its first step, and cannot be made for a part alone: {error}"],
+            suggestions=["one that makes its state in its first step, such as torch.optim.AdamW"],
+        ) from error

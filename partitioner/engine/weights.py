@@ -1,4 +1,4 @@
-"""``weights=``: the parameters from safetensors files, each rank reading only the bytes of its own.
+"""The keys of ``model.state_dict()``, and ``weights=``: the parameters from safetensors files, each rank reading its own.
 
     model.safetensors                      one file
     model.safetensors.index.json           beside the files it names: {"weight_map": {"h.0.weight": "model-1.safetensors"}}
@@ -13,18 +13,78 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from cost_models.errors import CheckpointError
+from cost_models.precision import Precision
 from cost_models.units import listed
-from partitioner.engine.state_keys import StateKeys
+from passes.trace.names import state_names
 from runtime.checkpoint.directory import find, is_checkpoint, read
 from runtime.checkpoint.safetensors import StoredTensor, read_header
 from runtime.checkpoint.storage import StoredPieces, stored_pieces
+from runtime.state.gather import StateEntry
+
+
+@dataclass(frozen=True)
+class StateKeys:
+    """The keys of a model's state dict. ``order``: all of them, in the state dict's order."""
+
+    order: tuple[str, ...]
+    entries: Mapping[str, StateEntry]
+    """Parameters and buffers, by key."""
+    others: Mapping[str, Any]
+    """Values that are neither (a module's extra state), by key: as they were in the model that was deployed."""
+    not_saved: frozenset[str]
+    """Buffers that the state dict leaves out (persistent=False), by every name."""
+    strange: tuple[str, ...]
+    """Tensors that a hook of the model makes for the state dict only: where they come from is not known."""
+
+    @cached_property
+    def first_key(self) -> Mapping[str, str]:
+        """The first key of each tensor. Views have none: their values are their owners'."""
+        first: dict[str, str] = {}
+        for entry in self.entries.values():
+            if entry.view is None:
+                first.setdefault(entry.name, entry.key)
+        return first
+
+    @classmethod
+    def of(cls, model: nn.Module, precision: Precision) -> StateKeys:
+        """Read the keys off the model, which may be on the meta device."""
+        names = state_names(model)
+        canonical = {
+            id(tensor): names.canonical(name)
+            for source in (model.named_parameters, model.named_buffers)
+            for name, tensor in source(remove_duplicate=False)
+        }
+        shapes = {name: spec.shape for name, spec in (*names.parameters.items(), *names.buffers.items())}
+        entries: dict[str, StateEntry] = {}
+        others: dict[str, Any] = {}
+        strange = []
+        found = model.state_dict(keep_vars=True)
+        for key, value in found.items():
+            if not isinstance(value, Tensor):
+                others[key] = value
+            elif id(value) not in canonical:
+                strange.append(key)
+            else:
+                view = names.views.get(canonical[id(value)])
+                name = canonical[id(value)] if view is None else view.owner
+                spec = names.parameters.get(name)
+                shape, dtype = shapes[name], value.dtype
+                if spec is not None:
+                    dtype = precision.of(spec.dtype, keeps_dtype=spec.keeps_dtype).stored
+                entries[key] = StateEntry(key, name, shape, dtype, view)
+        all_buffers = (name for name, _ in model.named_buffers(remove_duplicate=False))
+        not_saved = frozenset(name for name in all_buffers if name not in found)
+        return cls(tuple(found), entries, others, not_saved, tuple(strange))
+
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 MODEL_PREFIX = "model/"
@@ -41,8 +101,8 @@ _MOST = 20
 Stored = StoredTensor | StoredPieces
 
 
-def open_weights(source: str | Path) -> dict[str, Stored]:
-    """Find the tensors in ``source``, by the names they have there; nothing but headers is read."""
+def _open_weights(source: str | Path) -> dict[str, Stored]:
+    """Find the tensors in ``source``, by the names they have there."""
     path = Path(source)
     if path.suffix in _PICKLED and path.is_file():
         raise CheckpointError(
@@ -100,18 +160,17 @@ def _sharded(path: Path) -> dict[str, Stored]:
     return found
 
 
-def match_weights(
-    source: str | Path, stored: Mapping[str, Stored], keys: StateKeys, model: nn.Module
-) -> dict[str, list[Stored]]:
+def weights_of(source: str | Path, keys: StateKeys, model: nn.Module) -> dict[str, list[Stored]]:
     """Find the stored tensors of each canonical name; a tied one has one per name that it is stored under.
 
-    Raises CheckpointError naming everything that is missing, unexpected, of another shape or not convertible.
+    Nothing but headers is read. Raises CheckpointError naming everything that is missing, unexpected, of another shape or
+    not convertible.
     """
     matched: dict[str, list[Stored]] = {}
     problems: list[str] = []
     ignored = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()
     unexpected = []
-    for name, tensor in stored.items():
+    for name, tensor in _open_weights(source).items():
         entry = keys.entries.get(name)
         if entry is None:
             # A buffer that the model derives itself is left to the model.
@@ -171,8 +230,3 @@ def _prefix_hint(missing: list[str], unexpected: list[str]) -> list[str]:
                 "Hugging Face: AutoModelFor….from_pretrained(…).save_pretrained(NEW) writes the names of this model",
             ]
     return []
-
-
-def weights_of(source: str | Path, keys: StateKeys, model: nn.Module) -> dict[str, Any]:
-    """Return ``weights=`` as ``materialize`` takes it: by canonical name, what reads the values."""
-    return match_weights(source, open_weights(source), keys, model)

@@ -14,10 +14,8 @@ import torch
 
 from cost_models.errors import UsageError
 from partitioner.batches.step import StepInfo
-from partitioner.engine.callbacks import Callback
-from partitioner.engine.listeners import close_all
-from partitioner.engine.loggers import CsvLogger, LineLogger, TensorBoardLogger, WandbLogger
-from partitioner.engine.step_log import StepLogger
+from partitioner.engine.callbacks import Callback, close_all
+from partitioner.engine.loggers import CsvLogger, LineLogger, StepLogger, TensorBoardLogger, WandbLogger
 from partitioner.evaluation.evaluation import EvalOutput
 from partitioner.record.records import Prediction
 

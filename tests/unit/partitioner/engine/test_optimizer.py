@@ -12,7 +12,7 @@ from transformers import Adafactor, get_cosine_schedule_with_warmup
 from cost_models.cluster import ClusterSpec
 from cost_models.errors import PlanError, UsageError
 from partitioner.engine.optimizer import make_engine_optimizer, refuse_optimizer_options
-from partitioner.engine.optimizer_memory import state_ratios
+from partitioner.engine.optimizer_trials import state_ratios
 from partitioner.plan import Plan
 from passes.graph.graph import OpGraph
 from passes.trace.trace import trace

@@ -12,8 +12,7 @@ from torch import Tensor, nn
 
 from cost_models.errors import CheckpointError, ModelError
 from cost_models.precision import Precision
-from partitioner.engine.state_keys import StateKeys
-from partitioner.engine.weights import INDEX, SINGLE, weights_of
+from partitioner.engine.weights import INDEX, SINGLE, StateKeys, weights_of
 from tests.support.materialize import materialize
 
 

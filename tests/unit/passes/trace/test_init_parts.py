@@ -12,8 +12,7 @@ from torch import Tensor, nn
 
 from cost_models.errors import ModelError
 from cost_models.precision import Precision
-from partitioner.engine.state_keys import StateKeys
-from partitioner.engine.weights import weights_of
+from partitioner.engine.weights import StateKeys, weights_of
 from runtime.mesh.sharding import Block
 from runtime.state.rank_state import StatePart
 from tests.support.materialize import materialize

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from cost_models.errors import ModelError
 from cost_models.precision import Precision
-from partitioner.engine.state_keys import StateKeys
+from partitioner.engine.weights import StateKeys
 from passes.graph.verify import verify_graph
 from passes.trace.init_state import values_of
 from passes.trace.names import state_names

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from cost_models.errors import UsageError
-from partitioner.engine.optimizer_elements import refuse_whole_tensors
+from partitioner.engine.optimizer_trials import refuse_whole_tensors
 
 NAMES = ["a", "b", "c"]
 
