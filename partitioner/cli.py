@@ -22,7 +22,7 @@ import cyclopts
 from cost_models.errors import PartitionerError, UsageError
 from partitioner.commands import plan_graph
 from partitioner.commands.options import discard_stdout, progress, report
-from partitioner.doctor.facts import version_text
+from partitioner.doctor.findings import version_text
 from partitioner.unforeseen import internal_error
 from runtime.collector import collector_paused
 

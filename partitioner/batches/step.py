@@ -20,7 +20,7 @@ from torch import Tensor
 
 from cost_models.errors import PlanError, UsageError
 from partitioner.record.data import PlanData
-from runtime.execute.results import StepSums
+from runtime.execute.context import StepSums
 from runtime.ranks.collective import Collectives, Pending
 from runtime.segment.code import BatchSpec
 from runtime.segment.microbatch import microbatch_sizes

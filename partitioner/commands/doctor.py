@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from partitioner.commands.options import JsonFlag, QuietFlag, emit, progress
-from partitioner.doctor.facts import gather
-from partitioner.doctor.findings import diagnose
+from partitioner.doctor.findings import diagnose, gather
 
 
 def doctor(*, quiet: QuietFlag = False, json: JsonFlag = False) -> int:

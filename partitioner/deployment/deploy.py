@@ -21,8 +21,7 @@ from torch import Tensor, nn
 from cost_models.errors import UsageError
 from partitioner.batches.part_batch import agreed_place, data_place
 from partitioner.deployment.agree import agree_on_ranks
-from partitioner.deployment.copies import refuse_unlike_copies
-from partitioner.deployment.share import Recipe, build_share
+from partitioner.deployment.share import Recipe, build_share, refuse_unlike_copies
 from partitioner.engine.callbacks import Callback
 from partitioner.engine.engine import Engine
 from partitioner.engine.optimizer import refuse_optimizer_options

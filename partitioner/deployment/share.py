@@ -1,8 +1,14 @@
-"""One rank's share of a plan: its programs, its tensors, its optimizer. No communication happens here."""
+"""One rank's share of a plan: its programs, its tensors, its optimizer.
+
+No communication happens here but for the comparison of tensors that several ranks hold: they must start alike on all of
+them. Their gradients are summed and every rank updates its own copy, so copies that differ at first differ for ever: a tied
+embedding would silently be two. Models that each rank seeds for itself (``torch.manual_seed(rank)``) are the usual reason.
+The copies of one block of a sharded tensor are compared: if ranks 0 1 2 3 hold blocks A B A B, 0 with 2 and 1 with 3.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,9 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from cost_models.errors import UsageError
 from cost_models.precision import Precision
+from partitioner.batches.batch_check import digest
 from partitioner.batches.step import replanned
-from partitioner.deployment.state import holders_of, rank_state
 from partitioner.engine.optimizer import make_engine_optimizer
 from partitioner.engine.weights import StateKeys, weights_of
 from partitioner.models.as_graph import Check, as_graph
@@ -21,14 +28,71 @@ from partitioner.record.data import PlanData
 from partitioner.record.rebuild import plan_code, plan_programs, plan_segments
 from passes.graph.graph import OpGraph
 from passes.lower.placed_graph import PlacedGraph
+from passes.lower.segment import Segmentation
+from passes.lower.summarize import state_names_of_segments
 from passes.trace.init_state import values_of
 from passes.trace.precision import check_precision
 from runtime.execute.loaded import Replan
 from runtime.mesh.sharding import Block, Sharding
 from runtime.program.program import Program, SegmentGraph
 from runtime.program.relabel import RankMap
+from runtime.ranks.meeting import Meeting
 from runtime.segment.code import BatchSpec, SegmentCode
+from runtime.state.precision import leaf_and_owner
 from runtime.state.rank_state import RankState
+from runtime.state.sharded_owners import sharded_leaf_and_owner
+
+
+def holders_of(
+    graph: OpGraph, segmentation: Segmentation, shardings: Mapping[str, Sharding]
+) -> dict[str, tuple[int, ...]]:
+    """Return the ranks that hold each parameter and buffer of the model, or blocks of it.
+
+    A tensor that no segment reads stays with the first group; one with a sharding is on every rank of its mesh.
+    """
+    ranks_of: dict[str, set[int]] = {name: set() for name in (*graph.parameters, *graph.buffers)}
+    for segment, names in enumerate(state_names_of_segments(graph, segmentation)):
+        for name in names:
+            ranks_of[name].update(segmentation.ranks[segment])
+    for name, sharding in shardings.items():
+        ranks_of[name].update(sharding.mesh.ranks)
+    first = tuple(sorted(min(segmentation.ranks, key=min)))
+    return {name: tuple(sorted(ranks)) or first for name, ranks in ranks_of.items()}
+
+
+def rank_state(
+    graph: OpGraph,
+    rank: int,
+    holders: Mapping[str, tuple[int, ...]],
+    values: Iterable[tuple[str, Tensor]],
+    device: torch.device,
+    precision: Precision,
+    shardings: Mapping[str, Sharding],
+) -> RankState:
+    """Make this rank's tensors. ``values``: copies of its own for every name that it holds; of blocks where it shards.
+
+    They are taken one by one, because all values together, whole and in their stored types, may need more memory.
+    """
+    leaves: dict[str, Tensor] = {name: constant.to(device) for name, constant in graph.constants.items()}
+    parameters: dict[str, nn.Parameter] = {}
+    buffers: dict[str, Tensor] = {}
+    for name, value in values:
+        spec, sharding = graph.parameters.get(name), shardings.get(name)
+        if spec is None:
+            buffers[name] = value
+            continue
+        types = graph.types_of(name, precision)
+        if sharding is None:
+            leaves[name], parameters[name] = leaf_and_owner(value, types, spec.requires_grad)
+        else:
+            leaves[name], parameters[name] = sharded_leaf_and_owner(
+                value, types, spec.requires_grad, sharding, rank
+            )
+        del value  # the next one is made first
+    held = {**parameters, **buffers}
+    own = {name: sharding for name, sharding in shardings.items() if name in held}
+    elsewhere = {name: sharding for name, sharding in shardings.items() if name not in held}
+    return RankState(rank, {**leaves, **buffers}, parameters, buffers, holders, own, graph.parts, elsewhere)
 
 
 @dataclass(frozen=True)
@@ -140,3 +204,58 @@ def _blocks(graph: OpGraph, shardings: Mapping[str, Sharding], rank: int) -> dic
         if block.shape != shape:
             blocks[name] = block
     return blocks
+
+
+_MOST = 10
+"""The most tensors that are named."""
+
+
+def refuse_unlike_copies(meeting: Meeting, state: RankState, seed: int) -> None:
+    """Raise UsageError, on every rank, where copies differ (in what ``digest`` looks at). Collective.
+
+    ``seed``: dropout's. Ranks that run one segment on shards must drop the same of what they all compute.
+    """
+    if not any(len(ranks) > 1 for ranks in state.holders.values()):
+        return
+    own = dict(_digests(state))
+    if state.shardings:
+        own["deploy(seed=)"] = seed
+    differences = meeting.decide("copies", own, unlike_copies)
+    if differences:
+        raise UsageError(
+            "ranks hold different values of the same tensors",
+            [
+                *differences[:_MOST],
+                *([f"and {len(differences) - _MOST} more"] if differences[_MOST:] else []),
+            ],
+            [
+                "seed all ranks alike before the model is made: torch.manual_seed(0); and give one seed= to deploy",
+                "weights= or state_dict= gives every rank the same values",
+            ],
+        )
+
+
+def _digests(state: RankState) -> Iterator[tuple[str, int]]:
+    """Yield digests of what this rank has of tensors that others have as well; each name says which part it is."""
+    for name, own in {**state.parameters, **state.buffers}.items():
+        sharding = state.shardings.get(name)
+        if len(state.holders[name]) > 1:
+            yield _part(name, () if sharding is None else sharding.owner_part(state.rank)), digest(own)
+        if sharding is not None and sharding.cuts:  # the first forward reads more than what the rank trains
+            yield _part(f"{name}, stored", sharding.leaf_part(state.rank)), digest(state.leaves[name])
+
+
+def _part(name: str, places: tuple[int, ...]) -> str:
+    return f"{name} (part {' '.join(map(str, places))})" if places else name
+
+
+def unlike_copies(digests: list[Any]) -> list[str]:
+    """Name the tensors that are unlike. ``digests``: for each rank, by the names of the shared tensors that it holds."""
+    found = []
+    for name in dict.fromkeys(name for of_rank in digests for name in of_rank):
+        values = {rank: of_rank[name] for rank, of_rank in enumerate(digests) if name in of_rank}
+        first, *others = values
+        different = [str(rank) for rank in others if values[rank] != values[first]]
+        if different:
+            found.append(f"{name}: rank {first} has other values than rank {', '.join(different)}")
+    return found

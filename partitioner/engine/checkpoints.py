@@ -12,12 +12,15 @@ These are tensors (``runtime.checkpoint.storage``); the rest (step, groups and t
 
 from __future__ import annotations
 
+import math
+import random
 import threading
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -32,7 +35,6 @@ from runtime.checkpoint.optimizer import (
     restore_optimizer,
     state_targets,
 )
-from runtime.checkpoint.random import random_states, restore_random_states
 from runtime.checkpoint.storage import BlockPlace, BlockPlaces, merged_index, read_tensors, write_tensors
 from runtime.checkpoint.tree import decode, encode, tensor_names
 from runtime.ranks.side_group import SideGroup
@@ -137,7 +139,7 @@ class Checkpoints:
             )
             tensors.update(found)
             parts.update(placed)
-            states = random_states(self._device)
+            states = _random_states(self._device)
             tensors.update({f"random/{side.rank}/{name}": value for name, value in states.items()})
             if side.rank == 0:
                 data, found = encode(extra, "extra")
@@ -211,7 +213,7 @@ class Checkpoints:
             start = f"random/{side.rank}/"
             states = {n.removeprefix(start): t for n, t in targets.items() if n.startswith(start)}
             if states:
-                restore_random_states(states, self._device)
+                _restore_random_states(states, self._device)
             run.precision.load_state_dict(record["loss_scale"])
             run.step = record["step"]
 
@@ -359,3 +361,31 @@ def _refuse_invisible(path: Path) -> None:
             ["rank 0 made it, this rank does not see it"],
             ["save to a disk that all ranks share"],
         )
+
+
+def _random_states(device: torch.device) -> dict[str, Tensor]:
+    """Return the states of this process's generators: torch's (and the device's), Python's and numpy's."""
+    version, words, gauss = random.getstate()
+    legacy: tuple[Any, ...] = tuple(np.random.get_state())
+    _, key, position, has_gauss, cached = legacy
+    states = {
+        "torch": torch.get_rng_state(),
+        # All are whole numbers below 2^32, or a float64: exact.
+        "python": torch.tensor([version, math.nan if gauss is None else gauss, *words], dtype=torch.float64),
+        "numpy": torch.tensor([position, has_gauss, cached, *key.tolist()], dtype=torch.float64),
+    }
+    if device.type == "cuda":
+        states["cuda"] = torch.cuda.get_rng_state(device)
+    return states
+
+
+def _restore_random_states(states: Mapping[str, Tensor], device: torch.device) -> None:
+    """Set the generators of this process to what ``_random_states`` returned."""
+    torch.set_rng_state(states["torch"])
+    version, gauss, *words = states["python"].tolist()
+    random.setstate((int(version), tuple(map(int, words)), None if math.isnan(gauss) else gauss))
+    position, has_gauss, cached, *key = states["numpy"].tolist()
+    words32 = np.array(list(map(int, key)), dtype=np.uint32)
+    np.random.set_state(("MT19937", words32, int(position), int(has_gauss), cached))
+    if device.type == "cuda" and "cuda" in states:
+        torch.cuda.set_rng_state(states["cuda"], device)

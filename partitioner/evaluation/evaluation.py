@@ -22,6 +22,7 @@ from partitioner.evaluation.graphs import EvaluationGraph, EvaluationGraphs
 from partitioner.evaluation.placed import Deployed
 from passes.graph.token_counts import valid_tokens
 from passes.trace.loss.reduction import loss_weights, samples_in
+from runtime.execute.context import StepSums
 from runtime.execute.gather_outputs import (
     Gather,
     gather_outputs,
@@ -30,7 +31,6 @@ from runtime.execute.gather_outputs import (
     refuse_unjoinable,
     whole_shape,
 )
-from runtime.execute.results import StepSums
 from runtime.segment.microbatch import cut_at, symbol_sizes
 
 

@@ -34,7 +34,7 @@ from cost_models.errors import InfeasibleError, PartitionerError, TimeLimitError
 from cost_models.precision import Precision
 from cost_models.units import counted, format_bytes
 from partitioner.deployment.facts import free_memory_bytes
-from partitioner.deployment.state import holders_of
+from partitioner.deployment.share import holders_of
 from partitioner.models.as_graph import ModelOrTrace, as_graph
 from partitioner.models.workload import Workload
 from partitioner.planning.best import best_plan

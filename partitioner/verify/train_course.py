@@ -40,7 +40,7 @@ from passes.trace.export import cast_floating, loss_and_metrics
 from passes.trace.mixed_types import products_in
 from passes.trace.normal.flex import flex_with_backward
 from runtime.segment.microbatch import microbatch_sizes
-from runtime.state.loss_scale import INITIAL_SCALE
+from runtime.state.step_precision import INITIAL_SCALE
 
 LEARNING_RATE = 1e-2
 ORDER_SEED = 1

@@ -23,11 +23,9 @@ from torch import Tensor
 
 from runtime.execute.context import ProgramContext, Shared
 from runtime.execute.early_sends import EarlySends, PostTensor, following_sends
-from runtime.execute.outputs import sorted_outputs
-from runtime.execute.overlap import overlap
 from runtime.execute.pieces import Pieces
-from runtime.execute.positions import positions
-from runtime.execute.reduce import GradientReduction, ScatteredReduction
+from runtime.execute.positions import positions, sorted_outputs
+from runtime.execute.reduce import GradientReduction, ScatteredReduction, overlap
 from runtime.execute.shared_segment import shape_check, shared_compute
 from runtime.program.program import (
     Backward,

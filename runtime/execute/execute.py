@@ -25,9 +25,8 @@ from torch import Tensor
 from cost_models.errors import InternalError, UsageError
 from cost_models.host import keep_freed_memory
 from runtime.execute.bind import Binder
-from runtime.execute.context import Shared
+from runtime.execute.context import Shared, StepSums
 from runtime.execute.loaded import Loaded, MakeBinder, Replan, Surroundings
-from runtime.execute.results import StepSums
 from runtime.mesh.sharding import Sharding, block_of
 from runtime.ops.random import Seeded
 from runtime.program.program import Program, Recv, SegmentGraph, Send
@@ -38,7 +37,7 @@ from runtime.ranks.network_threads import let_compute_go_first
 from runtime.segment.code import BatchSpec, SegmentCode
 from runtime.segment.compiled import CompileOptions
 from runtime.segment.microbatch import GivenPart, batch_size_of, check_cut, cut, cut_part, microbatch_sizes
-from runtime.segment.warm_up import warm_up
+from runtime.segment.runner import warm_up
 from runtime.state.rank_state import RankState
 from runtime.state.sharded_owners import ShardedOwners
 

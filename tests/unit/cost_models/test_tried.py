@@ -11,7 +11,7 @@ import pytest
 from cost_models import tried
 from cost_models.errors import DeadlockError, InternalError, ModelError, UsageError
 from cost_models.tried import TRIED, untried_versions
-from partitioner.doctor.facts import NEEDED
+from partitioner.doctor.findings import NEEDED
 
 ROOT = Path(__file__).parents[3]
 NEW = "torch 2.16.0 was not tried; known good: 2.11 to 2.14"

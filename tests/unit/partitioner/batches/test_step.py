@@ -22,7 +22,7 @@ from partitioner.batches.step import (
     shared_and_rest,
 )
 from partitioner.record.rebuild import plan_programs
-from runtime.execute.results import StepSums
+from runtime.execute.context import StepSums
 from runtime.ranks.collective import Pending
 from runtime.segment.microbatch import microbatch_sizes
 from tests.support.made_plans import made_plan

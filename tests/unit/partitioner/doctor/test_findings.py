@@ -12,12 +12,11 @@ from importlib.metadata import version
 import pytest
 
 from partitioner.cli import run_command
-from partitioner.doctor import facts as looks
-from partitioner.doctor.facts import NEEDED, OPTIONAL, Facts, gather
-from partitioner.doctor.findings import diagnose
+from partitioner.doctor import findings as looks
+from partitioner.doctor.findings import NEEDED, OPTIONAL, MachineFacts, diagnose, gather
 
 VERSIONS = dict.fromkeys(("python", "partitioner", *NEEDED, *OPTIONAL), "1.2.3")
-GOOD = Facts(
+GOOD = MachineFacts(
     versions=VERSIONS,
     untried=(),
     system="Linux x86_64",

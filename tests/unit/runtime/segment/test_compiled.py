@@ -13,8 +13,7 @@ from torch import Tensor, fx, nn
 from cost_models.errors import UsageError
 from runtime.segment.code import BatchSpec, SegmentCode, SegmentInput, SegmentOutput, TensorSpec
 from runtime.segment.compiled import compile_options
-from runtime.segment.runner import SegmentRunner, as_leaf
-from runtime.segment.warm_up import warm_up
+from runtime.segment.runner import SegmentRunner, as_leaf, warm_up
 
 aten = torch.ops.aten
 WIDTH = 4

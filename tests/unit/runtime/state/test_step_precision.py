@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from cost_models.errors import CheckpointError
-from runtime.state.loss_scale import GROWTH_INTERVAL, INITIAL_SCALE, LARGEST, SMALLEST, LossScale
+from runtime.state.step_precision import GROWTH_INTERVAL, INITIAL_SCALE, LARGEST, SMALLEST, LossScale
 
 CPU = torch.device("cpu")
 
