@@ -15,6 +15,7 @@ from partitioner.plan import Plan
 from partitioner.verify.rank import VerificationTask, own_state
 from passes.graph.graph import OpGraph
 from runtime.execute.execute import Executor
+from runtime.execute.loaded import RankProgram
 
 RANKS = 2
 
@@ -53,13 +54,15 @@ class Ours:
         self._state = own_state(codes, task, rank).leaves
         self._batch, self._microbatches = task.batch, task.microbatches
         self._executor = Executor(
-            task.programs[rank],
-            codes,
-            task.segments,
-            self._state,
-            task.batch_specs[rank],
+            RankProgram(
+                task.programs[rank],
+                codes,
+                task.segments,
+                self._state,
+                task.batch_specs[rank],
+                programs=task.programs,
+            ),
             timeout_seconds=task.timeout_seconds,
-            programs=task.programs,
         )
 
     def step(self) -> Tensor | None:

@@ -21,6 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.sharded_models import COLUMNS, RANKS, ROWS, BlockSpec, ShardedTask
 from runtime.execute.execute import Executor
+from runtime.execute.loaded import RankProgram
 
 TOLERANCE = 1e-4
 """Largest difference of two gradients as a share of the largest entry: float32 sums in another order."""
@@ -55,14 +56,16 @@ class Ours:
         }
         self._batch = task.batch
         self._executor = Executor(
-            task.programs[rank],
-            task.codes,
-            task.segments,
-            self._parameters,
-            task.spec,
+            RankProgram(
+                task.programs[rank],
+                task.codes,
+                task.segments,
+                self._parameters,
+                task.spec,
+                programs=task.programs,
+                shardings=task.shardings,
+            ),
             timeout_seconds=TIMEOUT_SECONDS,
-            programs=task.programs,
-            shardings=task.shardings,
         )
 
     def step(self) -> Tensor:

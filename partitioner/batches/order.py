@@ -16,7 +16,7 @@ import itertools
 import random
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import numpy as np
@@ -40,9 +40,12 @@ class Draw:
 
 @dataclass(frozen=True)
 class BatchOrder:
-    """The batches of every epoch. ``length``: samples in the dataset; with ``sampler``, as many as it yields."""
+    """The batches of every epoch. ``length``: samples in the dataset; with ``sampler``, as many as it yields.
 
-    length: int
+    It is None where that is not known: of iterable datasets, and on ranks that were given none.
+    """
+
+    length: int | None
     batch_size: int
     shuffle: bool = False
     seed: int = 0
@@ -50,12 +53,15 @@ class BatchOrder:
     sampler: Iterable[Any] | None = None
 
     def __len__(self) -> int:
-        """Count the batches in an epoch."""
+        """Count the batches in an epoch. Raises TypeError for iterable datasets without a length."""
+        if self.length is None:
+            raise TypeError("an iterable dataset has no length")
         full, rest = divmod(self.length, self.batch_size)
         return full + (rest > 0 and not self.drop_last)
 
     def samples(self, number: int) -> int:
         """Count the samples in batch ``number``."""
+        assert self.length is not None
         return min(self.batch_size, self.length - number * self.batch_size)
 
     def draws(self, epoch: int, first: int = 0, part: DataPlace | None = None) -> Iterator[Draw]:
@@ -73,7 +79,12 @@ class BatchOrder:
             spans = [_taken(order, start + begin, start + end) for begin, end in part.spans(samples)]
             yield Draw(list(itertools.chain(*spans)), mix(seed, part.rank))
 
+    def settings(self) -> dict[str, Any]:
+        """Return what decides the batches, as plain numbers."""
+        return {f.name: getattr(self, f.name) for f in fields(self) if f.name != "sampler"}
+
     def _order(self, epoch: int) -> Any:
+        assert self.length is not None
         if self.sampler is not None:
             if hasattr(self.sampler, "set_epoch"):
                 self.sampler.set_epoch(epoch)

@@ -9,12 +9,15 @@ This is so if all inputs arrive split by samples, along the same axes of a stage
 stage that reads any: what is drawn at random in part 0 is then the same for its tokens on one stage and its labels on
 another. If one arrives whole, has no batch dimension (a count of the whole batch, perhaps) or an open length (that a
 batch is padded to), every rank loads the whole batch.
+
+A rank that reads no input loads none: a middle stage of a pipeline computes with what its neighbours send. Loading,
+decoding and tokenizing the batch there would be work for nothing, times the number of such ranks.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, NoReturn
 
 import torch
@@ -22,8 +25,7 @@ from torch import Tensor
 
 from cost_models.errors import UsageError
 from cost_models.layout import Mesh, Shard
-from partitioner.batches.absent_batch import AbsentBatch
-from partitioner.batches.step import shared_and_rest
+from partitioner.batches.step import BatchCuts
 from partitioner.record.data import PlanData
 from passes.graph.graph import OpGraph
 from passes.graph.least_samples import least_samples
@@ -34,22 +36,72 @@ from runtime.mesh.sharding import coordinates
 from runtime.ranks.collective import Collectives
 from runtime.ranks.meeting import Meeting
 from runtime.segment.code import BatchSpec
-from runtime.segment.microbatch import GivenPart
+
+
+class AbsentBatch:
+    """A stand-in for a batch of ``samples`` samples, without contents. ``train_step`` and ``eval_step`` take it."""
+
+    def __init__(self, samples: int, graph: OpGraph, *, in_parts: bool = False) -> None:
+        self.samples, self.in_parts = samples, in_parts
+        """``in_parts``: the ranks that read it loaded parts of it."""
+        self._graph = graph
+
+    @property
+    def leaves(self) -> Mapping[str, Tensor]:
+        """Leaves of the right shapes and types, each of one element's memory: for counting, not for reading."""
+        return self.leaves_of(user_leaves(self._graph.batch, self._graph.token_counts))
+
+    def leaves_of(self, spec: BatchSpec) -> Mapping[str, Tensor]:
+        """Return ``leaves`` under the names, and with the batch dimensions, of ``spec``."""
+        sizes = dict.fromkeys((*spec.symbols, spec.batch_symbol), self.samples)
+        return {
+            name: torch.zeros((), dtype=leaf.dtype).expand(leaf.concrete(sizes))
+            for name, leaf in spec.leaves.items()
+        }
+
+    def to(self, *_: Any, **__: Any) -> AbsentBatch:
+        """Return itself: there is nothing to move."""
+        return self
+
+    def __repr__(self) -> str:
+        return f"AbsentBatch(samples={self.samples})"
+
+    def __getitem__(self, key: object) -> NoReturn:
+        raise UsageError(f"this rank did not load the batch, so it has no {key!r}", _WHY_ABSENT, _LOAD_IT)
+
+    def __iter__(self) -> NoReturn:
+        raise UsageError("this rank did not load the batch", _WHY_ABSENT, _LOAD_IT)
+
+    def __getattr__(self, name: str) -> NoReturn:
+        text = f"this rank did not load the batch, so it has no {name!r}: {_WHY_ABSENT[0]}; {_LOAD_IT[0]}"
+        raise AttributeError(text)
+
+
+_WHY_ABSENT = ["its part of the model reads no input"]
+_LOAD_IT = ["engine.dataloader(..., everywhere=True) loads every batch on every rank"]
+
+
+def refuse_absent(needed: Collection[str]) -> None:
+    """Raise UsageError where a rank reads leaves of a batch that it did not load."""
+    if needed:
+        raise UsageError(
+            "this batch was not loaded, and it is read here",
+            [f"this rank reads {', '.join(sorted(needed))}"],
+            _LOAD_IT,
+        )
 
 
 @dataclass(frozen=True)
 class DataPlace:
     """The part of every batch that a rank takes: number ``rank`` of ``world``; all of it where ``world`` is 1.
 
-    ``planned``: (samples, micro-batches) of the plan. ``least``: samples that a micro-batch needs. ``multiple``: the number
-    that its samples are a multiple of. ``axes``: the axes of the mesh along which samples are split.
+    ``cuts``: the way in which a batch is cut into micro-batches. ``axes``: the axes of the mesh along which samples are
+    split.
     """
 
     rank: int = 0
     world: int = 1
-    planned: tuple[int, int] = (1, 1)
-    least: int = 1
-    multiple: int = 1
+    cuts: BatchCuts = field(default_factory=BatchCuts)
     axes: tuple[int, ...] = ()
     speaks: bool = True
     """True if this rank is the first of those with the same part."""
@@ -58,7 +110,7 @@ class DataPlace:
         """Return the samples of each micro-batch of a batch that is loaded in parts; () for one that cannot be."""
         if self.world == 1:
             return ()
-        shared, rest = shared_and_rest(samples, self.planned, self.least, self.multiple)
+        shared, rest = self.cuts.shared_and_rest(samples)
         return () if rest else shared
 
     def spans(self, samples: int) -> list[tuple[int, int]]:
@@ -73,17 +125,17 @@ class DataPlace:
 
 def data_place(plan: PlanData, graph: OpGraph, executor: Executor) -> DataPlace:
     """Find this rank's part, of the samples that it reads, as far as it alone can tell. ``graph``: the training graph."""
-    planned, least = (plan.batch_size, plan.microbatches), least_samples(graph)[0]
     spec = executor.batch_spec
+    cuts = BatchCuts(plan.batch_size, plan.microbatches, *least_samples(graph), spec.multiple)
     axes = _axes_of_samples(graph, spec, executor.leaf_names)
     if spec.mesh is None or not axes:
-        return DataPlace(planned=planned, least=least)
+        return DataPlace(cuts=cuts)
     place, index, world = coordinates(spec.mesh, executor.program.rank), 0, 1
     for axis in axes:
         index = index * spec.mesh.shape[axis] + place[axis]
         world *= spec.mesh.shape[axis]
     speaks = all(at == 0 for axis, at in enumerate(place) if axis not in axes)
-    return DataPlace(index, world, planned, least, spec.multiple, axes, speaks)
+    return DataPlace(index, world, cuts, axes, speaks)
 
 
 def agreed_place(place: DataPlace, reads: bool, meeting: Meeting) -> DataPlace:
@@ -155,27 +207,29 @@ class PartBatch:
         return f"PartBatch(part {place.rank} of {place.world} of {self.samples} samples)"
 
     def __getitem__(self, key: object) -> NoReturn:
-        raise UsageError(f"this rank loaded a part of the batch, which has no {key!r} as a whole", (), _TRY)
+        raise UsageError(
+            f"this rank loaded a part of the batch, which has no {key!r} as a whole", (), _USE_PART
+        )
 
     def __iter__(self) -> NoReturn:
-        raise UsageError("this rank loaded a part of the batch", (), _TRY)
+        raise UsageError("this rank loaded a part of the batch", (), _USE_PART)
 
     def __getattr__(self, name: str) -> NoReturn:
         raise AttributeError(
-            f"this rank loaded a part of the batch, which has no {name!r}: {_TRY[0]}; {_TRY[1]}"
+            f"this rank loaded a part of the batch, which has no {name!r}: {_USE_PART[0]}; {_USE_PART[1]}"
         )
 
 
-_TRY = [
+_USE_PART = [
     "its attribute batch is that part",
     "engine.dataloader(..., everywhere=True) loads every batch as a whole on every rank",
 ]
 
 
-def given_part(
+def leaves_in_part(
     part: PartBatch, leaves: Mapping[str, Tensor], spec: BatchSpec, sizes: Sequence[int], place: DataPlace
-) -> GivenPart:
-    """Say how the executor reads ``leaves``, the tensors of ``part``. ``sizes``: the samples of each micro-batch.
+) -> Collection[str]:
+    """Return the names of ``leaves``, the tensors of ``part``. ``sizes``: the samples of each micro-batch.
 
     ``spec``: the batch of the graph that reads them. Raises UsageError where they are not the samples that this rank,
     which is at ``place``, should have.
@@ -193,9 +247,9 @@ def given_part(
         raise UsageError(
             f"this rank's part of a batch of {part.samples} samples is not {part.own_samples} samples",
             wrong,
-            _TRY[1:],
+            _USE_PART[1:],
         )
-    return GivenPart(part.samples, frozenset(leaves))
+    return leaves.keys()
 
 
 def normalized(

@@ -8,8 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from cost_models.errors import PlanError
-from partitioner.batches.absent_batch import AbsentBatch, refuse_absent
-from partitioner.batches.part_batch import PartBatch
+from partitioner.batches.part_batch import AbsentBatch, PartBatch, refuse_absent
 from partitioner.models.workload import Workload
 from passes.trace.batch import flatten_batch, forward_constants, forward_names
 

@@ -10,10 +10,8 @@ import torch
 from torch.utils.data import DataLoader, default_collate
 
 from cost_models.errors import UsageError
-from partitioner.batches.absent_batch import AbsentBatch
-from partitioner.batches.agreement import LoaderPlan
 from partitioner.batches.order import BatchOrder, Draw, batch_seed, drawing
-from partitioner.batches.part_batch import DataPlace, PartBatch
+from partitioner.batches.part_batch import AbsentBatch, DataPlace, PartBatch
 from passes.graph.graph import OpGraph
 from runtime.execute.execute import Executor
 
@@ -112,30 +110,29 @@ class Stream:
     """Batches of an iterable dataset, which every rank goes through; all end together or all raise."""
 
     def __init__(
-        self, executor: Executor, dataset: Any, plan: LoaderPlan, options: Mapping[str, Any]
+        self, executor: Executor, dataset: Any, order: BatchOrder, options: Mapping[str, Any]
     ) -> None:
-        self._executor, self._plan = executor, plan
+        self._executor, self._seed = executor, order.seed
         self._generator = torch.Generator()
         self._dataset = dataset
         made: Any = DataLoader
         self._loader = made(
             dataset,
-            batch_size=plan.batch_size,
-            drop_last=plan.drop_last,
+            batch_size=order.batch_size,
+            drop_last=order.drop_last,
             generator=self._generator,
             **options,
         )
 
     def __call__(self, epoch: int, first: int) -> Iterator[Any]:
-        seed = self._plan.seed
-        self._generator.manual_seed(batch_seed(seed, epoch, -1))  # of worker processes
+        self._generator.manual_seed(batch_seed(self._seed, epoch, -1))  # of worker processes
         if hasattr(self._dataset, "set_epoch"):
             self._dataset.set_epoch(epoch)
-        with drawing(batch_seed(seed, epoch, -1)):
+        with drawing(batch_seed(self._seed, epoch, -1)):
             batches = iter(self._loader)
         number = 0
         while True:
-            with drawing(batch_seed(seed, epoch, number)):
+            with drawing(batch_seed(self._seed, epoch, number)):
                 batch = next(batches, _END)
             self._refuse_other_end(number, batch is _END)
             if batch is _END:

@@ -19,11 +19,10 @@ import torch
 from torch import Tensor
 
 from cost_models.errors import PlanError, UsageError
-from partitioner.record.data import PlanData
 from runtime.execute.context import StepSums
 from runtime.ranks.collective import Collectives, Pending
 from runtime.segment.code import BatchSpec
-from runtime.segment.microbatch import microbatch_sizes
+from runtime.segment.microbatch import Microbatches, microbatch_sizes
 
 
 @dataclass(frozen=True)
@@ -92,74 +91,85 @@ def tokens_in(
     return math.prod(known) if len(known) == len(sizes) else None
 
 
-def microbatches_for(plan: PlanData, samples: int, least_samples: int, reason: str, multiple: int = 1) -> int:
-    """Choose the number of micro-batches of a batch of ``samples``: the plan's, or as many as the batch is enough for.
+@dataclass(frozen=True)
+class BatchCuts:
+    """The way in which batches are cut into micro-batches; it depends on their size alone, so all ranks cut alike.
 
-        plan: 8 samples, 4 micro-batches         8 -> 2 2 2 2     5 -> 2 1 1 1    3 -> 1 1 1
-        plan: 16 in 4, two ranks share each     16 -> 4 4 4 4    10 -> 4 2 2 2    6 -> 2 2 2    5 is refused
-
-    The number depends on the batch alone, so all ranks decide alike. ``least_samples``: the least that a micro-batch
-    needs, for ``reason``. ``multiple``: the number that a micro-batch's samples are a multiple of. Raises PlanError for
-    more samples than were planned, because memory for them was not, and for a number that cannot be cut so.
+    batch_size, microbatches   those of the plan
+    least                      the samples that a micro-batch needs at least, for ``reason``
+    multiple                   the number that a micro-batch's samples are a multiple of: ranks share them
     """
-    title = f"this batch does not fit the plan for {plan.model.name}"
-    if samples > plan.batch_size:
-        raise PlanError(
-            title,
-            because=[
-                f"it has {samples} samples, the plan is made for {plan.batch_size} a step, "
-                "and memory for more was not planned"
-            ],
-            suggestions=[
-                f"give batches of at most {plan.batch_size}",
-                f"plan again with batch_size={samples}",
-            ],
-        )
-    if samples < least_samples:
-        raise PlanError(
-            title,
-            because=[f"it has {samples} samples, and {reason or 'a step'} needs {least_samples}"],
-            suggestions=["drop the last batch: drop_last=True"],
-        )
-    if samples % multiple:
-        raise PlanError(
-            title,
-            because=[
-                f"it has {samples} samples, and ranks share the samples of a micro-batch: it has a multiple of {multiple}"
-            ],
-            suggestions=[
-                "drop the last batch: drop_last=True",
-                f"give batches of multiples of {multiple} samples",
-                "plan with inputs that are not split: pins={name of an input: 'R'} for each of them",
-            ],
-        )
-    return min(plan.microbatches, samples // (-(-least_samples // multiple) * multiple))
 
+    batch_size: int = 1
+    microbatches: int = 1
+    least: int = 1
+    reason: str = ""
+    multiple: int = 1
 
-def shared_and_rest(
-    samples: int, planned: tuple[int, int], least: int, multiple: int
-) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return the sizes of the micro-batches that ranks share (multiples of ``multiple``), and of the rest.
+    def of_training(self, samples: int, model_name: str) -> Microbatches:
+        """Cut a batch of ``samples`` into the plan's number of micro-batches, or as many as it is enough for.
 
-    ``planned``: (samples, micro-batches). There are as many micro-batches as planned, more where the batch is larger,
-    fewer where it is small. A micro-batch of the rest has no more samples than a rank's part of a shared one.
-    """
-    batch_size, microbatches = planned
-    rest = samples % multiple
-    least_shared = -(-least // multiple) * multiple
-    while rest and rest < least:
-        rest += multiple
-    if samples - rest < least_shared:
-        rest = samples if multiple > 1 else 0
-    shared, largest = samples - rest, microbatch_sizes(batch_size, microbatches, multiple)[0]
-    both: list[tuple[int, ...]] = []
-    for count, smallest, most, step, usual in (
-        (shared, least_shared, largest, multiple, microbatches),
-        (rest, least, max(1, largest // multiple), 1, 1),
-    ):
-        number = min(count // smallest, max(usual, -(-count // most)))
-        both.append(microbatch_sizes(count, number, step) if count else ())
-    return both[0], both[1]
+            plan: 8 samples, 4 micro-batches         8 -> 2 2 2 2     5 -> 2 1 1 1    3 -> 1 1 1
+            plan: 16 in 4, two ranks share each     16 -> 4 4 4 4    10 -> 4 2 2 2    6 -> 2 2 2    5 is refused
+
+        Raises PlanError for more samples than were planned, because memory for them was not, and for a number that
+        cannot be cut so.
+        """
+        title = f"this batch does not fit the plan for {model_name}"
+        if samples > self.batch_size:
+            raise PlanError(
+                title,
+                because=[
+                    f"it has {samples} samples, the plan is made for {self.batch_size} a step, "
+                    "and memory for more was not planned"
+                ],
+                suggestions=[
+                    f"give batches of at most {self.batch_size}",
+                    f"plan again with batch_size={samples}",
+                ],
+            )
+        if samples < self.least:
+            raise PlanError(
+                title,
+                because=[f"it has {samples} samples, and {self.reason or 'a step'} needs {self.least}"],
+                suggestions=["drop the last batch: drop_last=True"],
+            )
+        if samples % self.multiple:
+            raise PlanError(
+                title,
+                because=[
+                    f"it has {samples} samples, and ranks share the samples of a micro-batch: "
+                    f"it has a multiple of {self.multiple}"
+                ],
+                suggestions=[
+                    "drop the last batch: drop_last=True",
+                    f"give batches of multiples of {self.multiple} samples",
+                    "plan with inputs that are not split: pins={name of an input: 'R'} for each of them",
+                ],
+            )
+        return Microbatches(self.shared_and_rest(samples)[0])
+
+    def shared_and_rest(self, samples: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Return the sizes of the micro-batches that ranks share (multiples of ``multiple``), and of the rest.
+
+        There are as many micro-batches as planned, more where the batch is larger, fewer where it is small. A
+        micro-batch of the rest has no more samples than a rank's part of a shared one.
+        """
+        rest = samples % self.multiple
+        least_shared = -(-self.least // self.multiple) * self.multiple
+        while rest and rest < self.least:
+            rest += self.multiple
+        if samples - rest < least_shared:
+            rest = samples if self.multiple > 1 else 0
+        largest = microbatch_sizes(self.batch_size, self.microbatches, self.multiple)[0]
+        both: list[tuple[int, ...]] = []
+        for count, smallest, most, step, usual in (
+            (samples - rest, least_shared, largest, self.multiple, self.microbatches),
+            (rest, self.least, max(1, largest // self.multiple), 1, 1),
+        ):
+            number = min(count // smallest, max(usual, -(-count // most)))
+            both.append(microbatch_sizes(count, number, step) if count else ())
+        return both[0], both[1]
 
 
 def seed_scale(weights: Sequence[float], samples: int, loss_dtype: torch.dtype) -> float:
@@ -175,11 +185,6 @@ def seed_scale(weights: Sequence[float], samples: int, loss_dtype: torch.dtype) 
     if torch.equal(exact.to(loss_dtype).double(), exact):
         return 1.0
     return samples / 2.0 ** math.ceil(math.log2(samples))
-
-
-def replanned(plan: PlanData, microbatches: int) -> PlanData:
-    """Return the plan for fewer micro-batches; for its programs only, for its predictions are of the whole batch."""
-    return plan.model_copy(update={"microbatches": microbatches})
 
 
 def refuse_autocast(method: str, device_type: str) -> None:

@@ -122,18 +122,7 @@ def deploy_plan(
         share = build_share(plan, recipe, ranks, meeting.rank, own_device, graph)
     refuse_unlike_copies(meeting, share.state, seed)
     executor = Executor(
-        share.programs[meeting.rank],
-        share.codes,
-        share.segments,
-        share.state.leaves,
-        share.batch,
-        device=own_device,
-        timeout_seconds=timeout_seconds,
-        programs=share.programs,
-        replan=share.replan,
-        seed=seed,
-        compile=options,
-        shardings=share.state.shardings,
+        share.own, device=own_device, timeout_seconds=timeout_seconds, seed=seed, compile=options
     )
     if options is not None:
         with meeting.all_or_none("compile", COMPILE_SECONDS):

@@ -19,7 +19,6 @@ from torch import Tensor, nn
 from cost_models.errors import UsageError
 from cost_models.precision import Precision
 from partitioner.batches.batch_check import digest
-from partitioner.batches.step import replanned
 from partitioner.engine.optimizer import make_engine_optimizer
 from partitioner.engine.weights import StateKeys, weights_of
 from partitioner.models.as_graph import Check, as_graph
@@ -32,12 +31,10 @@ from passes.lower.segment import Segmentation
 from passes.lower.summarize import state_names_of_segments
 from passes.trace.init_state import values_of
 from passes.trace.precision import check_precision
-from runtime.execute.loaded import Replan
+from runtime.execute.loaded import RankProgram
 from runtime.mesh.sharding import Block, Sharding
-from runtime.program.program import Program, SegmentGraph
 from runtime.program.relabel import RankMap
 from runtime.ranks.meeting import Meeting
-from runtime.segment.code import BatchSpec, SegmentCode
 from runtime.state.precision import leaf_and_owner
 from runtime.state.rank_state import RankState
 from runtime.state.sharded_owners import sharded_leaf_and_owner
@@ -114,23 +111,17 @@ class Recipe:
 
 @dataclass(frozen=True)
 class RankShare:
-    """One rank's share, in the ranks of the launch. ``programs``: all ranks'; ``codes``: those of this rank's segments.
-
-    ``graph``: the model's; ``run``: the graph that ranks run of it; ``batch``: the way in which a rank reads batches, which
-    may be in parts (``runtime.segment.code``).
-    """
+    """One rank's share, in the ranks of the launch."""
 
     graph: OpGraph
+    """The model's graph."""
     run: OpGraph
-    batch: BatchSpec
-    programs: tuple[Program, ...]
-    segments: SegmentGraph
-    codes: Mapping[int, SegmentCode]
+    """The graph that ranks run of it."""
+    own: RankProgram
+    """This rank's program, with the way in which it reads batches, which may be in parts (``runtime.segment.code``)."""
     state: RankState
     optimizer: torch.optim.Optimizer
     keys: StateKeys
-    replan: Replan
-    """Programs for batches that are cut into fewer micro-batches."""
 
 
 def build_share(
@@ -150,7 +141,6 @@ def build_share(
     code = plan_code(plan, graph, ranks)
     programs, segments = plan_programs(plan, ranks), plan_segments(plan, ranks)
     mine = frozenset(segment.index for segment in segments.segments if rank in segment.ranks)
-    codes = code.lowered(device=str(device), only=mine)
     check_precision(graph, plan.precision, plan.optimizer_memory)
     keys = StateKeys.of(recipe.workload.model, plan.precision)
     state = _own_state(recipe, keys, code, rank, device, plan.precision)
@@ -158,12 +148,17 @@ def build_share(
         recipe.optimizer, recipe.optimizer_kwargs, plan, graph, state, recipe.learning_rate, device
     )
 
-    def replan(microbatches: int) -> tuple[Program, ...]:
-        return plan_programs(replanned(plan, microbatches), ranks)
-
-    return RankShare(
-        graph, code.graph, code.batch_of(rank), programs, segments, codes, state, optimizer, keys, replan
+    own = RankProgram(
+        programs[rank],
+        code.lowered(device=str(device), only=mine),
+        segments,
+        state.leaves,
+        code.batch_of(rank),
+        programs=programs,
+        replan=lambda count: plan_programs(plan.model_copy(update={"microbatches": count}), ranks),
+        shardings=state.shardings,
     )
+    return RankShare(graph, code.graph, own, state, optimizer, keys)
 
 
 def _own_state(

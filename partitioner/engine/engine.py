@@ -24,15 +24,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from partitioner.batches.absent_batch import AbsentBatch
 from partitioner.batches.batch_check import BatchCheck
 from partitioner.batches.loader import Consumer, EngineDataLoader, make_loader
-from partitioner.batches.part_batch import PartBatch, given_part, normalized
+from partitioner.batches.part_batch import AbsentBatch, PartBatch, leaves_in_part, normalized
 from partitioner.batches.reader import BatchReader
 from partitioner.batches.step import (
     SharedResults,
     StepInfo,
-    microbatches_for,
     refuse_autocast,
     refuse_no_grad,
     seed_scale,
@@ -48,12 +46,10 @@ from partitioner.evaluation.evaluation import EvalOutput, Evaluator
 from partitioner.evaluation.placed import Deployed
 from partitioner.record.describe import token_leaf
 from partitioner.report.profile import Profile
-from passes.graph.least_samples import least_samples
 from passes.graph.token_counts import user_leaves
 from passes.trace.loss.reduction import loss_weights, samples_in
 from runtime.execute.gather_outputs import Gather
 from runtime.execute.gradient_norm import clip_, global_norm, gradients_of, refuse_nonfinite
-from runtime.segment.microbatch import microbatch_sizes
 from runtime.state.step_precision import StepPrecision
 
 
@@ -93,7 +89,6 @@ class Engine:
         self._graph = graph
         self._metric_names = tuple(output.name for output in graph.outputs if output.kind == "metric")
         self._loss_dtype: torch.dtype = graph.nodes[graph.loss or ""].meta["val"].dtype
-        self._least_samples = least_samples(graph)
         self._token_leaf = token_leaf(graph)
         user = user_leaves(graph.batch, graph.token_counts)
         self._place = deployed.place
@@ -194,19 +189,17 @@ class Engine:
             samples = samples if part is None else part.samples
             number = None if part is None else part.place.rank
             self._compare_batches({} if isinstance(batch, AbsentBatch) else leaves, samples, number)
-            multiple = self.executor.batch_spec.multiple
-            count = microbatches_for(self.plan, samples, *self._least_samples, multiple)
-            sizes = microbatch_sizes(samples, count, multiple)
-            weights = loss_weights(self._graph.loss_reduction, sizes)
+            cuts = self._place.cuts.of_training(samples, self.plan.model.name)
+            weights = loss_weights(self._graph.loss_reduction, cuts.sizes)
             scale = seed_scale(weights, samples, self._loss_dtype)
-            spec, place = self._graph.batch, self._place
-            given = None if part is None else given_part(part, leaves, spec, sizes, place)
+            spec = self._graph.batch
+            in_part = () if part is None else leaves_in_part(part, leaves, spec, cuts.sizes, self._place)
             sums = self.executor.run_step(
-                normalized(self._graph, leaves, sizes, needed, batch, self.executor.collectives),
-                len(sizes),
+                normalized(self._graph, leaves, cuts.sizes, needed, batch, self.executor.collectives),
+                cuts,
                 weights=weights,
                 gradient_scale=self.precision.gradient_scale * scale,
-                part=given,
+                in_part=in_part,
             )
         results = share_results(sums, self._metric_names, weights, self.executor.collectives)
         self._skipped = self.precision.after_backward(scale)
@@ -283,9 +276,7 @@ class Engine:
         are, or makes something of all samples of a batch, it must be.
         """
         return make_loader(
-            Consumer(
-                self.executor, self._graph, self._checkpoints.free_side, self.plan.batch_size, self._place
-            ),
+            Consumer(self.executor, self._graph, self._checkpoints.free_side, self._place),
             dataset,
             batch_size=batch_size,
             shuffle=shuffle,

@@ -16,8 +16,8 @@ from typing import Any, get_args
 from torch import Tensor
 
 from cost_models.errors import UsageError
-from partitioner.batches.part_batch import PartBatch, given_part, normalized
-from partitioner.batches.step import refuse_autocast, share_results, shared_and_rest
+from partitioner.batches.part_batch import PartBatch, leaves_in_part, normalized
+from partitioner.batches.step import refuse_autocast, share_results
 from partitioner.evaluation.graphs import EvaluationGraph, EvaluationGraphs
 from partitioner.evaluation.placed import Deployed
 from passes.graph.token_counts import valid_tokens
@@ -31,7 +31,7 @@ from runtime.execute.gather_outputs import (
     refuse_unjoinable,
     whole_shape,
 )
-from runtime.segment.microbatch import cut_at, symbol_sizes
+from runtime.segment.microbatch import Microbatches, cut_at, symbol_sizes
 
 
 @dataclass(frozen=True)
@@ -98,7 +98,7 @@ class Evaluator:
         shared, alone = self._sizes(made, samples if part is None else part.samples)
         sizes = (*shared, *alone)
         place = self._deployed.place
-        given = None if part is None else given_part(part, leaves, graph.batch, sizes, place)
+        in_part = () if part is None else leaves_in_part(part, leaves, graph.batch, sizes, place)
         if keep_outputs:
             refuse_unjoinable(made.runs.places, len(sizes))
         weights = loss_weights(graph.loss_reduction, sizes)
@@ -119,27 +119,24 @@ class Evaluator:
             found.append(
                 executor.evaluate(
                     {name: parts[at] for name, parts in pieces.items()},
-                    len(numbers),
+                    Microbatches(sizes[numbers.start : numbers.stop]),
                     weights=weights[numbers.start : numbers.stop],
                     loaded=made.runs.load(outputs=keep_outputs, shared=numbers.start < len(shared)),
                     keep_outputs=keep_outputs,
-                    part=None
-                    if given is None
-                    else replace(given, samples=ends[at] - (ends[at - 1] if at else 0)),
+                    in_part=in_part,
                 )
             )
         return _Evaluated(_summed(found), weights, sizes)
 
     def _sizes(self, made: EvaluationGraph, samples: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Return the sizes of micro-batches that ranks may share, and of those that they may not: ``shared_and_rest``."""
+        """Return the sizes of micro-batches that ranks may share, and of those that they may not: ``BatchCuts``."""
         plan = self._deployed.plan
         least, reason = made.least_samples
         if samples < least:
             raise UsageError(
                 f"cannot evaluate {plan.model.name} on {samples} samples", [f"{reason} needs {least} at once"]
             )
-        planned = plan.batch_size, plan.microbatches
-        return shared_and_rest(samples, planned, least, self._deployed.multiple)
+        return replace(self._deployed.place.cuts, least=least).shared_and_rest(samples)
 
     def _gather(
         self, made: EvaluationGraph, leaves: Mapping[str, Tensor], run: _Evaluated, gather: Gather
@@ -147,7 +144,10 @@ class Evaluator:
         state, executor = self._deployed.state, self._deployed.executor
         given = {name: tuple(leaf.shape) for name, leaf in leaves.items()}
         symbols = [symbol_sizes(made.graph.batch, given, size) for size in run.sizes]
-        held = {**leaves, **{n: tensor for loaded in made.runs.loaded for n, tensor in loaded.state.items()}}
+        held = {
+            **leaves,
+            **{n: tensor for loaded in made.runs.loaded for n, tensor in loaded.own.state.items()},
+        }
         foreign = frozenset(memory_of(tensor) for tensor in held.values())
         own: dict[str, Tensor] = {}
         for place in made.runs.places:

@@ -23,8 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from cost_models.errors import UsageError
-from partitioner.batches.absent_batch import AbsentBatch, refuse_absent
-from partitioner.batches.part_batch import PartBatch
+from partitioner.batches.part_batch import AbsentBatch, PartBatch, refuse_absent
 from partitioner.evaluation.choice import (
     EVERYWHERE,
     Given,

@@ -38,7 +38,7 @@ from passes.split.split import Split
 from runtime.check.check import check
 from runtime.execute.execute import Executor
 from runtime.execute.gather_outputs import OutputPlace
-from runtime.execute.loaded import Loaded
+from runtime.execute.loaded import Loaded, RankProgram
 from runtime.program.program import Program
 from runtime.program.relabel import RankMap, relabelled_programs, relabelled_segments
 from runtime.segment.microbatch import microbatch_sizes
@@ -161,13 +161,15 @@ class PlacedEvaluation:
         names = (*graph.parameters, *graph.buffers)
         constants = {name: constant.to(executor.device) for name, constant in graph.constants.items()}
         return executor.load(
-            programs[state.rank],
-            launched.lowered(device=str(executor.device), only=self._mine(launched.segmentation)),
-            segments,
-            {**{name: state.leaves[name] for name in names if name in state.leaves}, **constants},
-            launched.batch_of(state.rank),
-            programs=programs,
-            replan=programs_of,
+            RankProgram(
+                programs[state.rank],
+                launched.lowered(device=str(executor.device), only=self._mine(launched.segmentation)),
+                segments,
+                {**{name: state.leaves[name] for name in names if name in state.leaves}, **constants},
+                launched.batch_of(state.rank),
+                programs=programs,
+                replan=programs_of,
+            )
         )
 
     def _mine(self, launched: Segmentation) -> frozenset[int]:

@@ -22,7 +22,7 @@ from passes.evaluate.float64 import float64_by_default
 from passes.graph.graph import OpGraph
 from runtime.measure.record import Note, summarized, with_notes
 from runtime.segment.code import SegmentCode
-from runtime.segment.microbatch import cut
+from runtime.segment.microbatch import Microbatches, batch_size_of
 
 RELATIVE = 1e-9
 TRACE_ALONE = "none of the partition: the traced graph alone differs from the eager model "
@@ -123,9 +123,8 @@ def unpartitioned(graph: OpGraph, task: VerificationTask) -> Unpartitioned:
         else task.value(name).clone()
         for name in (*task.state, *graph.parts)
     }
-    pieces = {
-        n: cut(leaf, graph.batch.batch_dims.get(n), task.microbatches) for n, leaf in task.batch.items()
-    }
+    cuts = Microbatches.of(batch_size_of(task.batch, graph.batch), task.microbatches)
+    pieces = {n: cuts.cut(leaf, graph.batch.batch_dims.get(n)) for n, leaf in task.batch.items()}
     notes: dict[str, list[Note]] = {}
     total = 0.0
     with float64_by_default():

@@ -14,6 +14,7 @@ from partitioner.engine.optimizers import make_optimizer
 from partitioner.verify.compare import StepResult
 from passes.evaluate.float64 import float64_by_default
 from runtime.execute.execute import Executor
+from runtime.execute.loaded import RankProgram
 from runtime.measure.record import Note, take_notes
 from runtime.mesh.sharding import Sharding
 from runtime.ops.replay import Draws, replaying
@@ -98,14 +99,16 @@ def build_rank(task: VerificationTask) -> tuple[Executor, RankState, torch.optim
     codes = {index: code for index, code in task.codes.items() if index in mine}
     state = own_state(codes, task, rank)
     executor = Executor(
-        task.programs[rank],
-        codes,
-        task.segments,
-        state.leaves,
-        task.batch_specs[rank],
+        RankProgram(
+            task.programs[rank],
+            codes,
+            task.segments,
+            state.leaves,
+            task.batch_specs[rank],
+            programs=task.programs,
+            shardings=state.shardings,
+        ),
         timeout_seconds=task.timeout_seconds,
-        programs=task.programs,
-        shardings=state.shardings,
     )
     return (
         executor,

@@ -23,8 +23,7 @@ from torch import Tensor, nn
 
 from cost_models.errors import PartitionerError
 from cost_models.precision import Precision
-from partitioner.batches.absent_batch import AbsentBatch
-from partitioner.batches.part_batch import PartBatch
+from partitioner.batches.part_batch import AbsentBatch, PartBatch
 from partitioner.deployment.deploy import deploy_plan
 from partitioner.engine.engine import Engine
 from partitioner.models.as_graph import as_graph

@@ -1,6 +1,6 @@
 """Run a program: a plain loop over one rank's instructions.
 
-    executor = Executor(program, codes, graph, state, batch_spec, device=device)
+    executor = Executor(RankProgram(program, codes, graph, state, batch_spec), device=device)
     loss = executor.train_step(batch, microbatches=8, optimizer=optimizer)
 
 ``train_step`` computes the gradients of this batch from zero: loss = Σ over micro-batches of weight · its loss (the
@@ -13,7 +13,7 @@ from __future__ import annotations
 import itertools
 import time
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any, Protocol
@@ -26,17 +26,17 @@ from cost_models.errors import InternalError, UsageError
 from cost_models.host import keep_freed_memory
 from runtime.execute.bind import Binder
 from runtime.execute.context import Shared, StepSums
-from runtime.execute.loaded import Loaded, MakeBinder, Replan, Surroundings
-from runtime.mesh.sharding import Sharding, block_of
+from runtime.execute.loaded import Loaded, MakeBinder, RankProgram, Surroundings
+from runtime.mesh.sharding import block_of
 from runtime.ops.random import Seeded
-from runtime.program.program import Program, Recv, SegmentGraph, Send
+from runtime.program.program import Recv, Send
 from runtime.ranks.collective import Collectives, Waited
 from runtime.ranks.failure import FailureMonitor
 from runtime.ranks.groups import hang_up
 from runtime.ranks.network_threads import let_compute_go_first
-from runtime.segment.code import BatchSpec, SegmentCode
+from runtime.segment.code import BatchSpec
 from runtime.segment.compiled import CompileOptions
-from runtime.segment.microbatch import GivenPart, batch_size_of, check_cut, cut, cut_part, microbatch_sizes
+from runtime.segment.microbatch import Microbatches, batch_size_of
 from runtime.segment.runner import warm_up
 from runtime.state.rank_state import RankState
 from runtime.state.sharded_owners import ShardedOwners
@@ -58,33 +58,21 @@ class Optimizer(Protocol):
 class Executor:
     """The executor of one rank's program. Collective: every rank of ``group`` builds its own.
 
-    program      the program of this rank; ``program.rank`` is its rank in ``group`` (default: all processes)
-    codes        at least the segments of this rank
-    state        the parameters, buffers and constants that they name, on ``device``
-    programs     all ranks' programs, where at hand; with them sent buffers are freed earlier
-    replan       makes the programs for another number of micro-batches; without it there is one number
+    group        the ranks (default: all processes)
     seed         seed of dropout
     compile      options of ``torch.compile`` for the segments; None runs them as they are
-    shardings    shardings of the tensors that ranks have blocks of
     """
 
     def __init__(
         self,
-        program: Program,
-        codes: Mapping[int, SegmentCode],
-        graph: SegmentGraph,
-        state: Mapping[str, Tensor],
-        batch_spec: BatchSpec,
+        own: RankProgram,
         *,
         device: torch.device | str = "cpu",
         group: Any = None,
         timeout_seconds: float = 30.0,
-        programs: Sequence[Program] | None = None,
-        replan: Replan | None = None,
         seed: int = 0,
         send_early: bool = True,
         compile: CompileOptions | None = None,
-        shardings: Mapping[str, Sharding] | None = None,
     ) -> None:
         self.device, self.timeout_seconds = torch.device(device), timeout_seconds
         if self.device.type == "cpu":
@@ -95,6 +83,7 @@ class Executor:
         self._runs = itertools.count()
         self._broken: BaseException | None = None
         self._active: Binder | None = None
+        program = own.program
         group = dist.group.WORLD if group is None else group
         if group is not None and dist.get_rank(group) != program.rank:
             raise InternalError(f"rank {dist.get_rank(group)} was given the program of rank {program.rank}")
@@ -120,21 +109,10 @@ class Executor:
             timeout_seconds,
             compile,
         )
-        self._training = Loaded(
-            self._surroundings,
-            program,
-            codes,
-            graph,
-            state,
-            batch_spec,
-            programs=programs,
-            replan=replan,
-            send_early=send_early,
-            shardings=shardings,
-        )
+        self._training = Loaded(self._surroundings, own, send_early=send_early)
         self._loaded = [self._training]
         let_compute_go_first()
-        self.program, self.graph, self.batch_spec = program, graph, batch_spec
+        self.program, self.graph, self.batch_spec = program, own.graph, own.batch_spec
         self.microbatches = self._training.microbatches
         """Number that the given program is made for; 0 on a rank that computes nothing."""
         self.leaf_names = self._training.leaf_names
@@ -146,34 +124,15 @@ class Executor:
 
     def warm_up(self, shapes: Mapping[str, tuple[int, ...]], sizes: Iterable[int]) -> None:
         """Compile this rank's segments for micro-batches of each of ``sizes`` samples, of leaves with ``shapes``."""
-        training = self._training
-        warm_up(training.runners.values(), training.state, training.batch_spec, shapes, sizes, self.device)
+        own = self._training.own
+        warm_up(self._training.runners.values(), own.state, own.batch_spec, shapes, sizes, self.device)
 
-    def load(
-        self,
-        program: Program,
-        codes: Mapping[int, SegmentCode],
-        graph: SegmentGraph,
-        state: Mapping[str, Tensor],
-        batch_spec: BatchSpec,
-        *,
-        programs: Sequence[Program] | None = None,
-        replan: Replan | None = None,
-    ) -> Loaded:
+    def load(self, own: RankProgram) -> Loaded:
         """Load another graph to ``evaluate``, of any segments. Collective. Tensors shared with training are not copied.
 
         It is not compiled: that takes minutes, and ranks would wait for each other meanwhile.
         """
-        loaded = Loaded(
-            replace(self._surroundings, compile=None),
-            program,
-            codes,
-            graph,
-            state,
-            batch_spec,
-            programs=programs,
-            replan=replan,
-        )
+        loaded = Loaded(replace(self._surroundings, compile=None), own)
         self._loaded.append(loaded)
         return loaded
 
@@ -194,27 +153,28 @@ class Executor:
         Returns the loss as a 0-dim tensor on ranks that compute it, else None. Gradients are left in
         ``.grad``. ``weights``: factor of each micro-batch's loss (default: its share of the samples).
         """
-        return self.run_step(batch, microbatches, optimizer, weights=weights).loss
+        cuts = Microbatches.of(self.batch_size_of(batch), microbatches, self.batch_spec.multiple)
+        return self.run_step(batch, cuts, optimizer, weights=weights).loss
 
     def run_step(
         self,
         batch: Mapping[str, Tensor],
-        microbatches: int,
+        microbatches: Microbatches,
         optimizer: Optimizer | None = None,
         *,
         weights: Sequence[float] | None = None,
         gradient_scale: float = 1.0,
-        part: GivenPart | None = None,
+        in_part: Container[str] = (),
     ) -> StepSums:
         """Run ``train_step`` and return all that this rank computes. ``gradient_scale`` multiplies gradients, not the loss.
 
-        ``part``: given if this rank has only its part of the batch.
+        ``in_part``: the leaves of ``batch`` that are this rank's part of each micro-batch already; others are whole.
         """
         for parameter in self._training.parameters:
             parameter.grad = None
         self._training.sums.clear()
         binder, shared = self._prepare(
-            self._training, True, batch, microbatches, weights, gradient_scale, part
+            self._training, True, batch, microbatches, weights, in_part, gradient_scale
         )
         shared.optimizer = optimizer
         self._run(binder, shared)
@@ -226,21 +186,21 @@ class Executor:
     def evaluate(
         self,
         batch: Mapping[str, Tensor],
-        microbatches: int,
+        microbatches: Microbatches,
         *,
         loaded: Loaded,
         weights: Sequence[float] | None = None,
         keep_outputs: bool = True,
-        part: GivenPart | None = None,
+        in_part: Container[str] = (),
     ) -> StepSums:
         """Run forwards without gradients; buffers, gradients and ``step`` stay as they are.
 
         loaded        the graph to run, one of evaluation (batch norm in training mode would write buffers in place)
         keep_outputs  True: the result has the outputs, which costs their memory
-        part          given if this rank has only its part of the batch
+        in_part       as in ``run_step``
         """
-        binder, shared = self._prepare(loaded, False, batch, microbatches, weights, part=part)
-        shared.outputs = [{} for _ in range(microbatches)] if keep_outputs else []
+        binder, shared = self._prepare(loaded, False, batch, microbatches, weights, in_part)
+        shared.outputs = [{} for _ in range(len(microbatches))] if keep_outputs else []
         with torch.no_grad():
             self._run(binder, shared)
         for runner in loaded.runners.values():
@@ -295,33 +255,28 @@ class Executor:
         loaded: Loaded,
         training: bool,
         batch: Mapping[str, Tensor],
-        microbatches: int,
+        microbatches: Microbatches,
         weights: Sequence[float] | None,
+        in_part: Container[str],
         gradient_scale: float = 1.0,
-        part: GivenPart | None = None,
     ) -> tuple[Binder, Shared]:
         self._refuse_broken()
-        spec = loaded.batch_spec
-        batch_size = batch_size_of(batch, spec, loaded.leaf_names) if part is None else part.samples
-        check_cut(batch_size, microbatches, spec.multiple)
-        sizes = microbatch_sizes(batch_size, microbatches, spec.multiple)
+        spec = loaded.own.batch_spec
         if weights is None:
-            weights = [size / batch_size for size in sizes]
-        elif len(weights) != microbatches:
-            raise UsageError(f"{len(weights)} weights were given for {microbatches} micro-batches")
+            weights = [size / microbatches.batch_size for size in microbatches.sizes]
+        elif len(weights) != len(microbatches):
+            raise UsageError(f"{len(weights)} weights were given for {len(microbatches)} micro-batches")
         shapes = {name: tuple(batch[name].shape) for name in spec.batch_dims if name in batch}
-        binder, shared = loaded.bound(training, batch_size, microbatches, shapes)
+        binder, shared = loaded.bound(training, microbatches, shapes)
         for name, pieces in shared.pieces.items():
-            leaf = batch[name].detach()
-            given = part is not None and name in part.names
-            if given or name not in spec.placements:
-                leaf = leaf.to(self.device, non_blocking=True)
-            dim = spec.batch_dims[name]
-            if given and dim is not None:
-                own = cut_part(leaf, dim, sizes)
+            leaf, dim = batch[name].detach(), spec.batch_dims[name]
+            if name in in_part:
+                parts = microbatches.batch_size // max(1, leaf.shape[dim]) if dim is not None else 1
+                own = microbatches.cut(leaf.to(self.device, non_blocking=True), dim, parts)
             else:
-                whole = cut(leaf, dim, microbatches, spec.multiple)
-                own = [self._own_part(name, piece, spec) for piece in whole]
+                if name not in spec.placements:
+                    leaf = leaf.to(self.device, non_blocking=True)
+                own = [self._own_part(name, piece, spec) for piece in microbatches.cut(leaf, dim)]
             # A graph traced with contiguous inputs may hold views that other strides do not allow.
             pieces[:] = [piece.contiguous() for piece in own]
         shared.begin(tuple(weights), gradient_scale, self.step, self._next_run())

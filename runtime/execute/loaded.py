@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -30,7 +30,7 @@ from runtime.ranks.failure import FailureMonitor
 from runtime.ranks.groups import create_channels
 from runtime.segment.code import BatchSpec, SegmentCode
 from runtime.segment.compiled import CompileOptions
-from runtime.segment.microbatch import microbatch_sizes, symbol_sizes
+from runtime.segment.microbatch import Microbatches, symbol_sizes
 from runtime.segment.runner import SegmentRunner
 
 _MOST_SHAPES = 32
@@ -57,35 +57,35 @@ class Surroundings:
     compile: CompileOptions | None = None
 
 
+@dataclass(frozen=True)
+class RankProgram:
+    """Everything that a rank runs of one graph: its program, and what that names."""
+
+    program: Program
+    """The program of this rank; ``program.rank`` is its rank in the group."""
+    codes: Mapping[int, SegmentCode]
+    """At least the segments of this rank."""
+    graph: SegmentGraph
+    state: Mapping[str, Tensor]
+    """Every tensor that they name: parameters, buffers and constants, on the executor's device."""
+    batch_spec: BatchSpec
+    programs: Sequence[Program] | None = None
+    """All ranks' programs, where at hand; with them sent buffers are freed earlier."""
+    replan: Replan | None = None
+    """Makes the programs for another number of micro-batches; without it there is one number."""
+    shardings: Mapping[str, Sharding] = field(default_factory=dict)
+    """Shardings of the tensors that ranks have blocks of."""
+
+
 class Loaded:
-    """The segments of one graph that this rank runs. Making it is collective: channels are created.
+    """The segments of one graph that this rank runs. Making it is collective: channels are created."""
 
-    program    the program of this rank
-    programs   those of all ranks, where at hand
-    replan     makes them for other numbers of micro-batches
-    codes      at least the segments of this rank
-    state      every tensor that they name
-    """
-
-    def __init__(
-        self,
-        surroundings: Surroundings,
-        program: Program,
-        codes: Mapping[int, SegmentCode],
-        graph: SegmentGraph,
-        state: Mapping[str, Tensor],
-        batch_spec: BatchSpec,
-        *,
-        programs: Sequence[Program] | None = None,
-        replan: Replan | None = None,
-        send_early: bool = True,
-        shardings: Mapping[str, Sharding] | None = None,
-    ) -> None:
-        self.program, self.graph, self.state, self.batch_spec = program, graph, state, batch_spec
-        self._surroundings, self._replan = surroundings, replan
+    def __init__(self, surroundings: Surroundings, own: RankProgram, *, send_early: bool = True) -> None:
+        program, codes, state, batch_spec = own.program, own.codes, own.state, own.batch_spec
+        self.own = own
+        self._surroundings = surroundings
         group = surroundings.group
         mine = sorted({i.segment for i in program.instructions if isinstance(i, Forward)})
-        self.shardings = dict(shardings or {})
         self.sums: dict[str, Tensor] = {}
         """This rank's part of each gradient's sum, by parameter, where ranks keep parts only."""
         shared = self._groups_needed(codes[i] for i in mine)
@@ -96,7 +96,6 @@ class Loaded:
         self._channels = (
             {} if group is None else create_channels(program, group, surroundings.timeout_seconds, shared)
         )
-        self._codes = codes
         self.result_share = 1.0 / next(
             (
                 len(mesh.ranks)
@@ -127,7 +126,7 @@ class Loaded:
         self._early = {index: (early[index], sends) for index, sends in early_sends.items()}
         self.microbatches = len({i.microbatch for i in program.instructions if isinstance(i, Forward)})
         """Number that the given program is made for; 0 on a rank that computes nothing."""
-        self._programs = {self.microbatches: (program, programs)}
+        self._programs = {self.microbatches: (program, own.programs)}
         self._contexts: dict[tuple[bool, int], ProgramContext] = {}
         self._bound: dict[object, tuple[Binder, Shared]] = {}
         self._make_binder: MakeBinder = Binder
@@ -147,40 +146,41 @@ class Loaded:
     def _groups_needed(self, codes: Iterable[SegmentCode]) -> set[tuple[int, ...]]:
         """Return the groups, ranks ascending, in which this rank runs bridges of ``codes`` and shares owners."""
         wanted = {(code.mesh, name) for code in codes if code.mesh for name in axes_of(code.module.graph)}
-        wanted |= {(s.mesh, s.mesh.axes[axis]) for s in self.shardings.values() for axis, _ in s.cuts}
+        wanted |= {(s.mesh, s.mesh.axes[axis]) for s in self.own.shardings.values() for axis, _ in s.cuts}
         return {
-            tuple(sorted(ranks_along(mesh, name.split(JOINT), self.program.rank))) for mesh, name in wanted
+            tuple(sorted(ranks_along(mesh, name.split(JOINT), self.own.program.rank)))
+            for mesh, name in wanted
         }
 
     def _on_axes(self, code: SegmentCode) -> SegmentCode:
         """Return ``code`` with its bridges bound to process groups."""
         assert code.mesh is not None
-        around, rank = self._surroundings, self.program.rank
+        around, rank = self._surroundings, self.own.program.rank
         wait = SegmentWait(around.monitor, around.waited, on_gpu=around.device.type == "cuda")
         axes = {
             name: axis_of(code.mesh, name, rank, self._channels, wait) for name in axes_of(code.module.graph)
         }
         # Compiling and splitting backward look for linear layers.
         fused = around.compile is None and not any(
-            isinstance(i, BackwardInput) for i in self.program.instructions
+            isinstance(i, BackwardInput) for i in self.own.program.instructions
         )
         return replace(code, module=bind(code.module, axes, fused=fused, regions=code.recomputed))
 
     def axis(self, sharding: Sharding, axis: int) -> Axis:
         """Return this rank's place on the axis of a sharding along which owners are parts of leaves."""
         mesh = sharding.mesh
-        return axis_of(mesh, mesh.axes[axis], self.program.rank, self._channels)
+        return axis_of(mesh, mesh.axes[axis], self.own.program.rank, self._channels)
 
     def bound(
-        self, training: bool, batch_size: int, microbatches: int, shapes: Mapping[str, tuple[int, ...]]
+        self, training: bool, microbatches: Microbatches, shapes: Mapping[str, tuple[int, ...]]
     ) -> tuple[Binder, Shared]:
         """Return handlers for batches whose leaves have ``shapes``, and what they share with the executor."""
-        key = (training, microbatches, tuple(shapes.items()))
+        key = (training, microbatches.sizes, tuple(shapes.items()))
         if key not in self._bound:
             if len(self._bound) >= _MOST_SHAPES:
                 self._bound.pop(next(iter(self._bound)))
-            context = self._context(training, microbatches)
-            self._bound[key] = self._bind(context, batch_size, microbatches, shapes)
+            context = self._context(training, len(microbatches))
+            self._bound[key] = self._bind(context, microbatches, shapes)
         return self._bound[key]
 
     @contextmanager
@@ -204,19 +204,19 @@ class Loaded:
                 programs = None if programs is None else [_forwards_of(p) for p in programs]
             self._contexts[key] = ProgramContext(
                 program=program,
-                graph=self.graph,
-                codes=self._codes,
+                graph=self.own.graph,
+                codes=self.own.codes,
                 runners=self.runners,
                 channels=self._channels,
-                state=self.state,
+                state=self.own.state,
                 device=around.device,
                 monitor=around.monitor,
-                released=releases(program, self.graph, programs),
+                released=releases(program, self.own.graph, programs),
                 seeded=around.seeded,
                 early=self._early,
                 training=training,
                 waited=around.waited,
-                shardings=self.shardings,
+                shardings=self.own.shardings,
                 sums=self.sums,
             )
         return self._contexts[key]
@@ -226,33 +226,31 @@ class Loaded:
         if self.microbatches == 0:
             return self._programs[0]
         if microbatches not in self._programs:
-            if self._replan is None:
+            if self.own.replan is None:
                 raise UsageError(
                     f"the program is made for {self.microbatches} micro-batches, not {microbatches}",
                     suggestions=[f"call with microbatches={self.microbatches}, or plan again"],
                 )
-            programs = self._replan(microbatches)
-            self._programs[microbatches] = programs[self.program.rank], programs
+            programs = self.own.replan(microbatches)
+            self._programs[microbatches] = programs[self.own.program.rank], programs
         return self._programs[microbatches]
 
     def _bind(
         self,
         context: ProgramContext,
-        batch_size: int,
-        microbatches: int,
+        microbatches: Microbatches,
         shapes: Mapping[str, tuple[int, ...]],
     ) -> tuple[Binder, Shared]:
-        sizes = microbatch_sizes(batch_size, microbatches, self.batch_spec.multiple)
         moved = {i.message.value for i in context.program.instructions if isinstance(i, Send | Recv)}
         specs = {name: s for r in self.runners.values() for name, s in r.code.values.items() if name in moved}
         by_size = {}
-        for size in set(sizes):
-            symbols = symbol_sizes(self.batch_spec, shapes, size)
+        for size in set(microbatches.sizes):
+            symbols = symbol_sizes(self.own.batch_spec, shapes, size)
             by_size[size] = {name: (spec.concrete(symbols), spec.dtype) for name, spec in specs.items()}
         leaves = {name for runner in self.runners.values() for name in runner.leaf_names}
         shared = Shared(
-            microbatches=microbatches,
-            shapes=[by_size[size] for size in sizes],
+            microbatches=len(microbatches),
+            shapes=[by_size[size] for size in microbatches.sizes],
             weights=(),
             pieces={name: [] for name in sorted(leaves)},
         )

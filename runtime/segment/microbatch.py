@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import sympy
 import torch
@@ -17,18 +18,62 @@ from cost_models.errors import InternalError, UsageError
 from runtime.segment.code import BatchSpec, TensorSpec
 
 
-@dataclass(frozen=True)
-class GivenPart:
-    """A batch of ``samples`` samples of which a rank has, for the leaves ``names``, its own part of each micro-batch."""
-
-    samples: int
-    names: frozenset[str]
-
-
 def microbatch_sizes(batch_size: int, microbatches: int, multiple: int = 1) -> tuple[int, ...]:
     """Return the samples of each micro-batch: multiples of ``multiple``, which divides ``batch_size``."""
     small, larger = divmod(batch_size // multiple, microbatches)
     return ((small + 1) * multiple,) * larger + (small * multiple,) * (microbatches - larger)
+
+
+@dataclass(frozen=True)
+class Microbatches:
+    """The micro-batches that a batch is cut into. ``sizes``: the samples of each."""
+
+    sizes: tuple[int, ...]
+
+    @classmethod
+    def of(cls, batch_size: int, count: int, multiple: int = 1) -> Microbatches:
+        """Cut ``batch_size`` samples into ``count`` micro-batches, of multiples of ``multiple`` samples.
+
+        Raises UsageError unless each gets a sample, or ``multiple`` of them where ranks share its samples.
+        """
+        title = f"cannot cut a batch of {batch_size} samples into {count} micro-batches"
+        if multiple > 1 and (batch_size % multiple or batch_size < count * multiple):
+            raise UsageError(
+                title,
+                because=[f"its samples are shared by ranks: a micro-batch needs a multiple of {multiple}"],
+                suggestions=[
+                    f"use batches of at least {count * multiple} samples, in multiples of {multiple}"
+                ],
+            )
+        if count < 1 or batch_size < count:
+            raise UsageError(
+                title,
+                because=["each micro-batch needs at least one sample"],
+                suggestions=[f"use at most {batch_size} micro-batches, or a larger batch"],
+            )
+        return cls(microbatch_sizes(batch_size, count, multiple))
+
+    def __len__(self) -> int:
+        return len(self.sizes)
+
+    @cached_property
+    def batch_size(self) -> int:
+        """The samples of the batch."""
+        return sum(self.sizes)
+
+    def cut(self, leaf: torch.Tensor, dim: int | None, parts: int = 1) -> list[torch.Tensor]:
+        """Return a leaf of the batch for each micro-batch: views along ``dim``; without it the whole of it each time.
+
+        ``parts``: the number of parts of each micro-batch, of which ``leaf`` has one.
+        """
+        if dim is None:
+            return [leaf] * len(self)
+        sizes = [size // parts for size in self.sizes]
+        if sum(sizes) != leaf.shape[dim] or sum(sizes) * parts != self.batch_size:
+            raise InternalError(
+                "cut a batch", [f"{leaf.shape[dim]} samples of 1 / {parts} of micro-batches of {self.sizes}"]
+            )
+        return list(torch.split(leaf, sizes, dim))
 
 
 def batch_size_of(
@@ -88,44 +133,6 @@ def mismatch(name: str, leaf: torch.Tensor, spec: TensorSpec) -> str:
     if leaf.dtype != spec.dtype:
         return f"{name} is {leaf.dtype}, expected {spec.dtype}"
     return ""
-
-
-def check_cut(batch_size: int, microbatches: int, multiple: int = 1) -> None:
-    """Raise UsageError unless every micro-batch gets a sample, or ``multiple`` of them where ranks share its samples."""
-    if multiple > 1 and (batch_size % multiple or batch_size < microbatches * multiple):
-        raise UsageError(
-            f"cannot cut a batch of {batch_size} samples into {microbatches} micro-batches",
-            because=[f"its samples are shared by ranks: a micro-batch needs a multiple of {multiple}"],
-            suggestions=[
-                f"use batches of at least {microbatches * multiple} samples, in multiples of {multiple}"
-            ],
-        )
-    if microbatches < 1 or batch_size < microbatches:
-        raise UsageError(
-            f"cannot cut a batch of {batch_size} samples into {microbatches} micro-batches",
-            because=["each micro-batch needs at least one sample"],
-            suggestions=[f"use at most {batch_size} micro-batches, or a larger batch"],
-        )
-
-
-def cut(tensor: torch.Tensor, dim: int | None, microbatches: int, multiple: int = 1) -> list[torch.Tensor]:
-    """Return ``tensor`` for each micro-batch: views along ``dim``, or the whole of it."""
-    if dim is None:
-        return [tensor] * microbatches
-    if multiple == 1:
-        return list(torch.tensor_split(tensor, microbatches, dim))
-    sizes = microbatch_sizes(tensor.shape[dim], microbatches, multiple)
-    return list(torch.split(tensor, list(sizes), dim))
-
-
-def cut_part(tensor: torch.Tensor, dim: int, sizes: Sequence[int]) -> list[torch.Tensor]:
-    """Return a rank's part of a leaf for each micro-batch: views. ``sizes``: samples of each as a whole."""
-    parts = sum(sizes) // max(1, tensor.shape[dim])
-    if [size // parts * parts for size in sizes] != list(sizes) or tensor.shape[dim] * parts != sum(sizes):
-        raise InternalError(
-            "cut a part of a batch", [f"{tensor.shape[dim]} samples of micro-batches of {tuple(sizes)}"]
-        )
-    return list(torch.split(tensor, [size // parts for size in sizes], dim))
 
 
 def symbol_sizes(

@@ -26,6 +26,7 @@ from passes.lower.realize import realize
 from passes.trace.trace import trace
 from runtime.check.check import check
 from runtime.execute.execute import Executor
+from runtime.execute.loaded import RankProgram
 from runtime.mesh.sharding import Sharding
 from runtime.program.program import Program, SegmentGraph
 from runtime.ranks.launch import WorkerPool
@@ -84,13 +85,15 @@ def executor_of(task: Task, timeout_seconds: float) -> tuple[Executor, RankState
     holders = {name: sharding.mesh.ranks for name, sharding in shardings.items()}
     state = RankState(rank, leaves, owners, {}, holders, shardings)
     executor = Executor(
-        task.programs[rank],
-        task.codes,
-        task.segments,
-        state.leaves,
-        task.specs[rank],
+        RankProgram(
+            task.programs[rank],
+            task.codes,
+            task.segments,
+            state.leaves,
+            task.specs[rank],
+            shardings=shardings,
+        ),
         timeout_seconds=timeout_seconds,
-        shardings=shardings,
     )
     return executor, state
 
@@ -101,7 +104,7 @@ def run_task(task: Task) -> tuple[Tensor | None, dict[str, Tensor]]:
     precision = StepPrecision(state, Precision(), executor.collectives, executor.sharded_owners(state))
     with float64_by_default():
         for _ in range(STEPS):
-            loss = executor.run_step(task.batch, MICROBATCHES).loss
+            loss = executor.train_step(task.batch, MICROBATCHES)
             precision.after_backward()
     left = [tensor for binder, _ in executor._training._bound.values() for tensor in binder.leaves]
     assert not any(tensor is not None for tensor in left), "values outlive their step"

@@ -19,7 +19,7 @@ from torch.utils.data.distributed import DistributedSampler
 from cost_models.cluster import ClusterSpec
 from cost_models.errors import UsageError
 from partitioner import Plan, partition
-from partitioner.batches.absent_batch import AbsentBatch
+from partitioner.batches.part_batch import AbsentBatch
 from partitioner.engine.engine import Engine
 from runtime.ranks.launch import WorkerPool
 from tests.distributed import engine_model as net

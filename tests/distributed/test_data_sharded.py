@@ -17,6 +17,7 @@ from cost_models.cluster import ClusterSpec
 from cost_models.errors import PartitionerError, PlanError, UsageError
 from partitioner import Plan, Workload, partition
 from partitioner.batches.part_batch import PartBatch
+from partitioner.batches.step import BatchCuts
 from partitioner.models.as_graph import as_graph
 from passes.graph.graph import OpGraph
 from runtime.ranks.launch import WorkerPool
@@ -235,7 +236,9 @@ def errors(plan_json: str) -> Any:
             lambda: part["tokens"],
             lambda: engine.train_step(collated(range(5))),
             lambda: engine.train_step(PartBatch(collated(range(3)), 8, part.place)),
-            lambda: engine.train_step(PartBatch(collated(range(4)), 8, type(part.place)(0, 2, (8, 4), 1, 2))),
+            lambda: engine.train_step(
+                PartBatch(collated(range(4)), 8, type(part.place)(0, 2, BatchCuts(8, 4, multiple=2)))
+            ),
         ):
             texts.append(refusal(wrong))
         kinds = [type(batch).__name__ for batch in engine.dataloader(Rows(), batch_size=7)]

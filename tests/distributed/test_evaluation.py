@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from cost_models.cluster import ClusterSpec
 from partitioner import Plan, Workload, partition
-from partitioner.batches.absent_batch import AbsentBatch
+from partitioner.batches.part_batch import AbsentBatch
 from partitioner.evaluation import graphs as evaluation_graphs
 from passes.graph.graph import OpGraph
 from passes.trace.batch import flatten_batch

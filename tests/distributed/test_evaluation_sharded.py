@@ -13,7 +13,7 @@ from torch import Tensor
 
 from cost_models.cluster import ClusterSpec
 from partitioner import Plan, Workload, partition
-from partitioner.batches.step import shared_and_rest
+from partitioner.batches.step import BatchCuts
 from partitioner.models.as_graph import as_graph
 from passes.graph.graph import OpGraph
 from passes.trace.batch import flatten_batch
@@ -117,7 +117,7 @@ def test_equals_the_model_in_evaluation_mode(pool: WorkerPool, name: str) -> Non
         for rank, (found, multiple) in enumerate((result[0][number], result[1]) for result in results):
             torch.testing.assert_close(found["loss"], loss, rtol=1e-12, atol=1e-12)
             torch.testing.assert_close(found["metrics"], metrics, rtol=1e-12, atol=1e-12)
-            shared, rest = shared_and_rest(samples, (SAMPLES, plan.microbatches), 1, multiple)
+            shared, rest = BatchCuts(SAMPLES, plan.microbatches, multiple=multiple).shared_and_rest(samples)
             assert sum(shared) + sum(rest) == samples
             assert sum(rest) == samples % multiple
             assert_outputs(found["all"], flatten_batch(output), (*shared, *rest))

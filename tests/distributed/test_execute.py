@@ -15,6 +15,7 @@ from torch import Tensor, fx
 from cost_models.errors import UsageError
 from runtime.check.check import check
 from runtime.execute.execute import Executor
+from runtime.execute.loaded import RankProgram
 from runtime.program.order import build_programs
 from runtime.program.program import (
     Backward,
@@ -30,6 +31,7 @@ from runtime.ranks.launch import WorkerPool
 from runtime.ranks.network_threads import network_threads
 from runtime.schedules import SCHEDULES
 from runtime.segment.code import BatchSpec, SegmentCode, SegmentInput, SegmentOutput, TensorSpec
+from runtime.segment.microbatch import Microbatches
 from tests.distributed import hand_model as hand
 from tests.support.matrix import thinned
 
@@ -52,13 +54,15 @@ def run_steps(
     programs = hand.programs(kind, ranks, MICROBATCHES)
     tensors = hand.state()
     executor = Executor(
-        programs[dist.get_rank()],
-        hand.codes(),
-        hand.graph(ranks),
-        tensors,
-        hand.BATCH,
+        RankProgram(
+            programs[dist.get_rank()],
+            hand.codes(),
+            hand.graph(ranks),
+            tensors,
+            hand.BATCH,
+            programs=programs if know_all else None,
+        ),
         timeout_seconds=20,
-        programs=programs if know_all else None,
         send_early=send_early,
     )
     for _ in range(steps):
@@ -187,7 +191,9 @@ def run_unusual() -> tuple[float | None, Tensor | None]:
     )
     state = {"w": torch.nn.Parameter(torch.tensor([1.0, -2.0, 0.5], dtype=torch.float64))}
     batch = BatchSpec({"x": 0}, hand.B, {hand.B: ("x", 0)})
-    executor = Executor(programs[dist.get_rank()], codes, graph, state, batch, timeout_seconds=20)
+    executor = Executor(
+        RankProgram(programs[dist.get_rank()], codes, graph, state, batch), timeout_seconds=20
+    )
     loss = executor.train_step({"x": torch.arange(15, dtype=torch.float64).view(5, 3)}, 3)
     executor.close()
     return None if loss is None else loss.item(), state["w"].grad
@@ -215,13 +221,13 @@ def train_and_evaluate(ranks: tuple[int, ...]) -> dict[str, Any]:
     programs = hand.programs("1f1b", ranks, MICROBATCHES)
     state = hand.state()
     executor = Executor(
-        programs[rank], hand.codes(), hand.graph(ranks), state, hand.BATCH, timeout_seconds=20
+        RankProgram(programs[rank], hand.codes(), hand.graph(ranks), state, hand.BATCH), timeout_seconds=20
     )
     mine = [t for n, t in state.items() if t.requires_grad and n in HELD[rank]]
     optimizer = torch.optim.SGD(mine, lr=0.05, momentum=0.9)
     losses = [executor.train_step(hand.batch(SAMPLES), MICROBATCHES, optimizer) for _ in range(2)]
-    loaded = executor.load(programs[rank], hand.codes(), hand.graph(ranks), state, hand.BATCH)
-    evaluation = executor.evaluate(hand.batch(8, seed=5), MICROBATCHES, loaded=loaded)
+    loaded = executor.load(RankProgram(programs[rank], hand.codes(), hand.graph(ranks), state, hand.BATCH))
+    evaluation = executor.evaluate(hand.batch(8, seed=5), Microbatches.of(8, MICROBATCHES), loaded=loaded)
     executor.unload(loaded)
     with pytest.raises(UsageError, match="made for 4 micro-batches"):
         executor.train_step(hand.batch(SAMPLES), 3)
@@ -267,7 +273,9 @@ def network_policies_with_an_executor() -> tuple[int, list[int]]:
         os.sched_setscheduler(thread, os.SCHED_OTHER, os.sched_param(0))
     programs = hand.programs("forward-backward", (0, 0, 1, 1), MICROBATCHES)
     executor = Executor(
-        programs[dist.get_rank()], hand.codes(), hand.graph((0, 0, 1, 1)), hand.state(), hand.BATCH
+        RankProgram(
+            programs[dist.get_rank()], hand.codes(), hand.graph((0, 0, 1, 1)), hand.state(), hand.BATCH
+        )
     )
     executor.close()
     return os.sched_getscheduler(0), [os.sched_getscheduler(thread) for thread in network_threads()]
@@ -296,7 +304,7 @@ def test_dropout_is_reproducible_in_one_process_without_a_process_group() -> Non
     x = {"x": torch.arange(40.0).view(20, 2)}
 
     def losses(seed: int, draws: int) -> list[float]:
-        executor = Executor(program, {0: code}, graph, {}, batch, seed=seed)
+        executor = Executor(RankProgram(program, {0: code}, graph, {}, batch), seed=seed)
         torch.rand(draws)  # what else the rank draws does not matter
         found = [executor.train_step(x, 2) for _ in range(2)]
         executor.close()

@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from cost_models.errors import RankFailureError
 from runtime.execute.execute import Executor
+from runtime.execute.loaded import RankProgram
 from runtime.ranks.launch import WorkerError, WorkerPool, spawn_local
 from tests.distributed import hand_model as hand
 from tests.support.matrix import thinned
@@ -26,11 +27,13 @@ LIMIT_SECONDS = 3.0
 
 def made_executor(timeout_seconds: float) -> Executor:
     return Executor(
-        hand.programs("list", RANKS, MICROBATCHES)[dist.get_rank()],
-        hand.codes(),
-        hand.graph(RANKS),
-        hand.state(),
-        hand.BATCH,
+        RankProgram(
+            hand.programs("list", RANKS, MICROBATCHES)[dist.get_rank()],
+            hand.codes(),
+            hand.graph(RANKS),
+            hand.state(),
+            hand.BATCH,
+        ),
         timeout_seconds=timeout_seconds,
     )
 

@@ -32,6 +32,7 @@ from passes.trace.trace import trace
 from runtime.check.check import check
 from runtime.execute.execute import Executor
 from runtime.execute.gradient_norm import clip_, global_norm, gradients_of
+from runtime.execute.loaded import RankProgram
 from runtime.execute.reduce import GradientReduction
 from runtime.mesh.axis import Axis
 from runtime.mesh.sharding import Sharding
@@ -97,13 +98,10 @@ def run_task(task: Task) -> dict[str, Any]:
     rank = dist.get_rank()
     state = rank_state(task, rank)
     executor = Executor(
-        task.programs[rank],
-        task.codes,
-        task.segments,
-        state.leaves,
-        task.spec,
+        RankProgram(
+            task.programs[rank], task.codes, task.segments, state.leaves, task.spec, shardings=task.shardings
+        ),
         timeout_seconds=20,
-        shardings=task.shardings,
     )
     precision = StepPrecision(state, Precision(), executor.collectives, executor.sharded_owners(state))
     optimizer = torch.optim.AdamW(state.parameters.values(), lr=1e-2)
@@ -111,7 +109,7 @@ def run_task(task: Task) -> dict[str, Any]:
     losses, norms = [], []
     with float64_by_default():
         for _ in range(STEPS):
-            losses.append(executor.run_step(task.batch, MICROBATCHES).loss)
+            losses.append(executor.train_step(task.batch, MICROBATCHES))
             precision.after_backward()
             own = gradients_of(p for _, p in state.spoken_for())
             norm = global_norm(own, 2.0, executor.collectives)
@@ -489,17 +487,13 @@ def drop(task: Task) -> list[Tensor | None]:
     """In a worker: the gradients of some steps."""
     state = rank_state(task, dist.get_rank())
     executor = Executor(
-        task.programs[state.rank],
-        task.codes,
-        task.segments,
-        state.leaves,
-        task.spec,
+        RankProgram(task.programs[state.rank], task.codes, task.segments, state.leaves, task.spec),
         timeout_seconds=20,
         seed=7,
     )
     gradients = []
     for _ in range(2):
-        executor.run_step(task.batch, 1)
+        executor.train_step(task.batch, 1)
         gradients.append(state.leaves["w"].grad)
     executor.close()
     return gradients

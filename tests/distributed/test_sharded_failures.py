@@ -14,6 +14,7 @@ from cost_models.layout import Mesh
 from cost_models.precision import Precision
 from passes.evaluate.float64 import float64_by_default
 from runtime.execute.execute import Executor
+from runtime.execute.loaded import RankProgram
 from runtime.ranks.launch import WorkerError, WorkerPool
 from runtime.state.step_precision import StepPrecision
 from tests.distributed.sharded_models import COLUMN_ROW, ZERO1, Mlp, mlp_batch
@@ -40,13 +41,10 @@ def step_without(task: Task, absent: int) -> None:
     rank = dist.get_rank()
     state = rank_state(task, rank)
     executor = Executor(
-        task.programs[rank],
-        task.codes,
-        task.segments,
-        state.leaves,
-        task.spec,
+        RankProgram(
+            task.programs[rank], task.codes, task.segments, state.leaves, task.spec, shardings=task.shardings
+        ),
         timeout_seconds=LIMIT_SECONDS,
-        shardings=task.shardings,
     )
     precision = StepPrecision(state, Precision(), executor.collectives, executor.sharded_owners(state))
     optimizer = torch.optim.SGD(state.parameters.values(), lr=1e-2)

@@ -14,12 +14,12 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from cost_models.errors import UsageError
-from partitioner.batches.agreement import LoaderPlan
 from partitioner.batches.batch_check import SAMPLED, digest
 from partitioner.batches.loader import EngineDataLoader
 from partitioner.batches.order import BatchOrder, drawing
 from partitioner.batches.part_batch import DataPlace
 from partitioner.batches.sources import Indexed, collate_numbers
+from partitioner.batches.step import BatchCuts
 
 
 @given(
@@ -42,7 +42,9 @@ def test_every_sample_is_in_one_batch_of_an_epoch_and_in_one_part_of_it(
     assert len(set(taken)) == len(taken) == (length // batch_size * batch_size if drop_last else length)
     if not shuffle:
         assert taken == list(range(len(taken)))
-    places = [DataPlace(r, world, (batch_size * world, microbatches), 1, world) for r in range(world)]
+    places = [
+        DataPlace(r, world, BatchCuts(batch_size * world, microbatches, multiple=world)) for r in range(world)
+    ]
     parts = [[list(draw.indices) for draw in order.draws(epoch, 0, place)] for place in places]
     for batch, pieces in zip(batches, zip(*parts, strict=True), strict=True):
         if len(batch) % world or world == 1:
@@ -56,7 +58,7 @@ def test_every_sample_is_in_one_batch_of_an_epoch_and_in_one_part_of_it(
 
 def test_a_part_has_its_samples_of_every_micro_batch() -> None:
     """8 samples in 2 micro-batches, two ranks: 0 1 | 4 5 and 2 3 | 6 7; 4 samples are 2 micro-batches of 2."""
-    order, places = BatchOrder(12, 8), [DataPlace(rank, 2, (8, 2), 1, 2) for rank in range(2)]
+    order, places = BatchOrder(12, 8), [DataPlace(rank, 2, BatchCuts(8, 2, multiple=2)) for rank in range(2)]
     drawn = [list(order.draws(0, 0, place)) for place in places]
     assert [[draw.indices for draw in draws] for draws in drawn] == [
         [[0, 1, 4, 5], [8, 10]],
@@ -145,8 +147,8 @@ def test_the_generators_of_the_script_stay_where_they_are() -> None:
 
 
 def loader(length: int = 10) -> EngineDataLoader:
-    plan = LoaderPlan(length, False, 4, True, 0, False, True)
-    return EngineDataLoader(plan, lambda epoch, first: iter([(epoch, n) for n in range(first, 3)]))
+    order = BatchOrder(length, 4, True)
+    return EngineDataLoader(order, lambda epoch, first: iter([(epoch, n) for n in range(first, 3)]))
 
 
 def test_a_loop_left_early_begins_another_epoch_and_a_loaded_one_goes_on() -> None:

@@ -10,13 +10,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from partitioner.batches.absent_batch import AbsentBatch
-from partitioner.batches.part_batch import DataPlace, PartBatch, agreed_place, normalized
+from partitioner.batches.part_batch import AbsentBatch, DataPlace, PartBatch, agreed_place, normalized
+from partitioner.batches.step import BatchCuts
 from passes.trace.trace import trace
 from runtime.ranks.collective import Collectives
 from runtime.ranks.meeting import Meeting
 
-PLANNED = (8, 2)
+CUTS = BatchCuts(8, 2, multiple=2)
 
 
 class Said:
@@ -43,7 +43,7 @@ class Said:
 def test_ranks_that_read_take_as_many_parts(said: list[list[Any]], world: int) -> None:
     meeting = cast(Meeting, Said(*said))
     for reads, own in said:
-        mine = DataPlace(own - 1, own, PLANNED, 1, 2, (0,))
+        mine = DataPlace(own - 1, own, CUTS, (0,))
         place = agreed_place(mine, reads, meeting)
         assert place.world == world
         assert (place == mine) == (own == world)
@@ -82,7 +82,7 @@ def test_a_divisor_is_counted_once_whoever_reads_it() -> None:
     graph = trace(Net().double(), {"ids": ids, "labels": labels})
     assert graph.token_counts is not None
     made, sizes = graph.token_counts.made, (4, 4)
-    place = DataPlace(0, 2, PLANNED, 1, 2, (0,))
+    place = DataPlace(0, 2, CUTS, (0,))
     first, second = labels[[0, 1, 4, 5]], labels[[2, 3, 6, 7]]
     counts = [float((part != -100).sum()) for part in (first, second)]
     assert counts == [8.0, 2.0]

@@ -13,13 +13,11 @@ from cost_models.cluster import ClusterSpec
 from cost_models.errors import PlanError, UsageError
 from partitioner.batches.reader import same_constant
 from partitioner.batches.step import (
-    microbatches_for,
+    BatchCuts,
     refuse_autocast,
     refuse_no_grad,
-    replanned,
     seed_scale,
     share_results,
-    shared_and_rest,
 )
 from partitioner.record.rebuild import plan_programs
 from runtime.execute.context import StepSums
@@ -32,21 +30,22 @@ from tests.support.made_plans import made_plan
     ("samples", "least", "expected"), [(8, 1, 4), (5, 1, 4), (4, 1, 4), (3, 1, 3), (1, 1, 1), (5, 2, 2)]
 )
 def test_microbatches_of_a_short_batch(samples: int, least: int, expected: int) -> None:
-    plan = made_plan(ClusterSpec.local(2), batch_size=8, microbatches=4)
-    assert microbatches_for(plan, samples, least, "batch_norm") == expected
+    assert BatchCuts(8, 4, least, "batch_norm").of_training(samples, "m").sizes == microbatch_sizes(
+        samples, expected
+    )
 
 
 @pytest.mark.parametrize(
     ("samples", "least", "expected"), [(16, 1, 4), (10, 1, 4), (6, 1, 3), (2, 1, 1), (10, 3, 2)]
 )
 def test_ranks_that_share_samples_take_a_multiple(samples: int, least: int, expected: int) -> None:
-    plan = made_plan(ClusterSpec.local(2), batch_size=16, microbatches=4)
-    assert microbatches_for(plan, samples, least, "batch_norm", 2) == expected
-    assert shared_and_rest(samples, (16, 4), least, 2) == (microbatch_sizes(samples, expected, 2), ())
+    cuts = BatchCuts(16, 4, least, "batch_norm", 2)
+    assert cuts.of_training(samples, "m").sizes == microbatch_sizes(samples, expected, 2)
+    assert cuts.shared_and_rest(samples) == (microbatch_sizes(samples, expected, 2), ())
     with pytest.raises(
         PlanError, match=r"it has 5 samples, and ranks share .* a multiple of 2[\s\S]*drop_last=True"
     ):
-        microbatches_for(plan, 5, 1, "", 2)
+        BatchCuts(16, 4, multiple=2).of_training(5, "m")
 
 
 @given(
@@ -63,7 +62,7 @@ def test_every_sample_is_evaluated_in_a_micro_batch_that_fits(
     if samples < least:
         return
     most = max(planned * multiple, -(-least // multiple) * multiple)
-    shared, rest = shared_and_rest(samples, (microbatches * most, microbatches), least, multiple)
+    shared, rest = BatchCuts(microbatches * most, microbatches, least, "", multiple).shared_and_rest(samples)
     assert sum(shared) + sum(rest) == samples
     assert all(size % multiple == 0 for size in shared)
     assert all(size >= least for size in (*shared, *rest))
@@ -72,13 +71,12 @@ def test_every_sample_is_evaluated_in_a_micro_batch_that_fits(
 
 
 def test_batches_that_do_not_fit_say_why() -> None:
-    plan = made_plan(ClusterSpec.local(2), batch_size=8, microbatches=4)
     with pytest.raises(
         PlanError, match="it has 9 samples, the plan is made for 8 a step, and memory for more"
     ):
-        microbatches_for(plan, 9, 1, "")
+        BatchCuts(8, 4).of_training(9, "m")
     with pytest.raises(PlanError, match="it has 1 samples, and batch_norm in bn needs 2"):
-        microbatches_for(plan, 1, 2, "batch_norm in bn")
+        BatchCuts(8, 4, 2, "batch_norm in bn").of_training(1, "m")
 
 
 @pytest.mark.parametrize(
@@ -96,7 +94,7 @@ def test_batches_that_do_not_fit_say_why() -> None:
 def test_programs_for_fewer_micro_batches_are_proved_too(schedule: str, ranks: tuple[int, ...]) -> None:
     plan = made_plan(ClusterSpec.local(3), ranks, schedule=schedule, microbatches=6)
     for microbatches in range(1, plan.microbatches):
-        programs = plan_programs(replanned(plan, microbatches))
+        programs = plan_programs(plan.model_copy(update={"microbatches": microbatches}))
         found = {i.microbatch for p in programs for i in p.instructions if hasattr(i, "microbatch")}
         assert found == set(range(microbatches))
 

@@ -6,10 +6,10 @@ import pytest
 import sympy
 import torch
 
-from cost_models.errors import UsageError
+from cost_models.errors import InternalError, UsageError
 from runtime.ops.random import mix
 from runtime.segment.code import BatchSpec, TensorSpec
-from runtime.segment.microbatch import batch_size_of, check_cut, cut, microbatch_sizes, symbol_sizes
+from runtime.segment.microbatch import Microbatches, batch_size_of, symbol_sizes
 
 B, S = sympy.Symbol("b"), sympy.Symbol("s")
 SPEC = BatchSpec({"ids": 1, "table": None}, B, {B: ("ids", 1), S: ("ids", 0)})
@@ -17,13 +17,23 @@ SPEC = BatchSpec({"ids": 1, "table": None}, B, {B: ("ids", 1), S: ("ids", 0)})
 
 @pytest.mark.parametrize(("size", "parts"), [(10, 4), (7, 7), (9, 2), (8, 4), (5, 1)])
 def test_sizes_are_those_of_the_pieces(size: int, parts: int) -> None:
-    sizes = microbatch_sizes(size, parts)
-    tensor = torch.arange(2 * size).view(2, size)
-    pieces = cut(tensor, 1, parts)
+    cuts = Microbatches.of(size, parts)
+    sizes, tensor = cuts.sizes, torch.arange(2 * size).view(2, size)
+    pieces = cuts.cut(tensor, 1)
     assert [p.shape[1] for p in pieces] == list(sizes)
     assert max(sizes) - min(sizes) <= 1
     assert torch.equal(torch.cat(pieces, 1), tensor)
-    assert [p is tensor for p in cut(tensor, None, 3)] == [True] * 3
+    assert (len(cuts), cuts.batch_size) == (parts, size)
+    assert [p is tensor for p in Microbatches((1, 1, 1)).cut(tensor, None)] == [True] * 3
+
+
+def test_a_part_of_each_micro_batch_is_cut_where_its_samples_end() -> None:
+    cuts, part = Microbatches.of(10, 2, 2), torch.arange(5)
+    assert cuts.sizes == (6, 4)
+    assert [piece.tolist() for piece in cuts.cut(part, 0, 2)] == [[0, 1, 2], [3, 4]]
+    for wrong, parts in ((torch.arange(6), 2), (torch.arange(3), 3), (torch.arange(4), 1)):
+        with pytest.raises(InternalError, match="samples of 1 / "):
+            cuts.cut(wrong, 0, parts)
 
 
 def test_symbols_follow_the_micro_batch() -> None:
@@ -37,7 +47,9 @@ def test_bad_batches_are_explained() -> None:
     with pytest.raises(UsageError, match=r"a: 3 samples in dimension 0(.|\n)*b: 4 samples"):
         batch_size_of({"a": torch.zeros(3), "b": torch.zeros(4)}, two)
     with pytest.raises(UsageError, match="cannot cut a batch of 3 samples into 4"):
-        check_cut(3, 4)
+        Microbatches.of(3, 4)
+    with pytest.raises(UsageError, match="a micro-batch needs a multiple of 2"):
+        Microbatches.of(7, 3, 2)
 
 
 def test_seeds_differ_in_every_place() -> None:

@@ -16,9 +16,9 @@ from cost_models.errors import ModelError
 from passes.graph.graph import OpGraph
 from passes.graph.token_counts import adds_up, counted
 from passes.graph.verify import verify_graph
-from passes.trace.loss.reduction import step_weights, with_normalizers
+from passes.trace.loss.reduction import samples_in, step_weights, with_normalizers
 from passes.trace.trace import trace
-from runtime.segment.microbatch import cut
+from runtime.segment.microbatch import Microbatches
 from tests.support.matrix import drawn
 
 VOCABULARY, LENGTH = 7, 5
@@ -107,7 +107,8 @@ def run(
     """Outputs recombined from micro-batches; gradients of the recombined loss are left in the model."""
     leaves = with_normalizers(graph, whole, microbatches)
     state = {**dict(model.named_parameters()), **dict(model.named_buffers()), **graph.constants}
-    pieces = {n: cut(leaves[n], dim, microbatches) for n, dim in graph.batch.batch_dims.items()}
+    cuts = Microbatches.of(samples_in(graph, whole), microbatches)
+    pieces = {n: cuts.cut(leaves[n], dim) for n, dim in graph.batch.batch_dims.items()}
     totals: dict[str, Tensor] = {}
     for index, weight in enumerate(step_weights(graph, whole, microbatches)):
         arguments = [pieces[i.name][index] if i.kind == "batch" else state[i.name] for i in graph.inputs]
