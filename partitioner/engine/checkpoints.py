@@ -28,14 +28,8 @@ from cost_models.errors import CheckpointError, PartitionerError, UsageError
 from partitioner.engine.weights import MODEL_PREFIX, StateKeys, converts, problem_of
 from passes.graph.graph import OpGraph
 from runtime.checkpoint.directory import StoredCheckpoint, begin, commit, find, is_checkpoint, read, remove
-from runtime.checkpoint.optimizer import (
-    merged_record,
-    optimizer_record,
-    refuse_other_optimizer,
-    restore_optimizer,
-    state_targets,
-)
-from runtime.checkpoint.storage import BlockPlace, BlockPlaces, merged_index, read_tensors, write_tensors
+from runtime.checkpoint.optimizer import NamedOptimizer, merged_record
+from runtime.checkpoint.storage import BlockPlace, PlacedTensors, merged_index, read_tensors, write_tensors
 from runtime.checkpoint.tree import decode, encode, tensor_names
 from runtime.ranks.side_group import SideGroup
 from runtime.state.gather import gather_state
@@ -124,27 +118,23 @@ class Checkpoints:
             raise UsageError(f"cannot keep {keep} checkpoints", suggestions=["keep=1 or more"])
         self._settle()
         side, root = self._side, Path(directory)
-        tensors: dict[str, Tensor] = {}
-        parts: dict[str, BlockPlace] = {}
+        tensors: dict[str, tuple[Tensor, BlockPlace]] = {}
         extra_data: list[Any] = []
 
         def prepare() -> Any:
             mine = self._written_here()
-            tensors.update({MODEL_PREFIX + name: self._own(name) for name in mine})
+            places = self._places(self._held())
+            tensors.update(self._of_model(mine, places))
             trained = [name for name in mine if name in self._state.parameters]
-            own_parts = self._parts(self._held())
-            parts.update(_of_model(own_parts))
-            record, found, placed = optimizer_record(
-                run.optimizer, self._state.parameters, trained, own_parts
-            )
-            tensors.update(found)
-            parts.update(placed)
-            states = _random_states(self._device)
-            tensors.update({f"random/{side.rank}/{name}": value for name, value in states.items()})
+            named = NamedOptimizer(run.optimizer, self._state.parameters, places)
+            record, of_optimizer = named.record(trained)
+            tensors.update(of_optimizer)
+            others = {f"random/{side.rank}/{n}": t for n, t in _random_states(self._device).items()}
             if side.rank == 0:
-                data, found = encode(extra, "extra")
+                data, of_extra = encode(extra, "extra")
                 extra_data.append(data)
-                tensors.update(found)
+                others |= of_extra
+            tensors.update({n: (t, BlockPlace.whole(n, t.shape)) for n, t in others.items()})
             return record
 
         names = dict.fromkeys(map(self._state.whole_of, self._state.holders))
@@ -162,11 +152,12 @@ class Checkpoints:
         if asynchronous:
 
             def copy() -> None:
-                tensors.update({n: tensor.detach().to("cpu", copy=True) for n, tensor in tensors.items()})
+                for name, (tensor, place) in tensors.items():
+                    tensors[name] = tensor.detach().to("cpu", copy=True), place
 
             side.agree("saving", copy)
         pending = PendingSave(
-            path, lambda: _write(path, record, tensors, parts, keep, side), asynchronous=asynchronous
+            path, lambda: _write(path, record, tensors, keep, side), asynchronous=asynchronous
         )
         if asynchronous:  # on all ranks alike, however it ends
             self._pending = pending
@@ -178,40 +169,34 @@ class Checkpoints:
         side = self._side
         path = side.from_first("loading", lambda: find(Path(directory)))
         found: list[StoredCheckpoint] = []
-        targets: dict[str, Tensor] = {}
-        own_parts: dict[str, BlockPlace] = {}
-        parts: dict[str, BlockPlace] = {}
+        targets: dict[str, tuple[Tensor, BlockPlace]] = {}
+        places = self._places(self._held())
+        named = NamedOptimizer(run.optimizer, self._state.parameters, places)
 
         def prepare() -> None:
             checkpoint = read(path)
             found.append(checkpoint)
             self._refuse_other_model(checkpoint)
             record, index = checkpoint.record, checkpoint.index
-            held = self._held()
-            own_parts.update(self._parts(held))
-            refuse_other_optimizer(record["optimizer"], run.optimizer, self._state.parameters, own_parts)
-            targets.update({MODEL_PREFIX + name: self._own(name) for name in held})
-            parts.update(_of_model(own_parts))
-            found_state, placed = state_targets(
-                record["optimizer"], index, run.optimizer, self._state.parameters, own_parts
-            )
-            targets.update(found_state)
-            parts.update(placed)
+            named.refuse_other(record["optimizer"])
+            targets.update(self._of_model(places, places))
+            targets.update(named.targets(record["optimizer"], index))
             wanted = [name for name in index if name.startswith(f"random/{side.rank}/")]
             wanted = wanted if record["world_size"] == side.size else []
             for name in (*wanted, *tensor_names(record["extra"])):
-                targets[name] = torch.empty(index[name].shape, dtype=index[name].dtype)
+                shape, dtype = index[name].shape, index[name].dtype
+                targets[name] = torch.empty(shape, dtype=dtype), BlockPlace.whole(name, shape)
 
         side.agree("loading", prepare)
         (checkpoint,) = found
-        stored = checkpoint.path, checkpoint.index
-        side.agree(f"loading {checkpoint.path}", lambda: read_tensors(*stored, targets, parts))
+        record, stored = checkpoint.record, (checkpoint.path, checkpoint.index)
+        side.agree(f"loading {checkpoint.path}", lambda: read_tensors(*stored, targets))
+        values = {name: tensor for name, (tensor, _) in targets.items()}
 
         def restore() -> None:
-            record = checkpoint.record
-            restore_optimizer(record["optimizer"], targets, run.optimizer, self._state.parameters, own_parts)
+            named.restore(record["optimizer"], values)
             start = f"random/{side.rank}/"
-            states = {n.removeprefix(start): t for n, t in targets.items() if n.startswith(start)}
+            states = {n.removeprefix(start): t for n, t in values.items() if n.startswith(start)}
             if states:
                 _restore_random_states(states, self._device)
             run.precision.load_state_dict(record["loss_scale"])
@@ -219,7 +204,7 @@ class Checkpoints:
 
         side.agree("loading", restore)
         run.precision.publish()
-        return decode(checkpoint.record["extra"], targets)
+        return decode(record["extra"], values)
 
     def close(self) -> None:
         """Wait for what is being written. Not collective: a rank may be the only one that ends."""
@@ -285,19 +270,21 @@ class Checkpoints:
         part = sharding.owner_part(rank)
         return tuple(other for other in sharding.mesh.ranks if sharding.owner_part(other) == part)
 
-    def _parts(self, names: Iterable[str]) -> dict[str, BlockPlace]:
-        """Return the parts of those that this rank has a block of."""
-        parts = {}
+    def _places(self, names: Iterable[str]) -> dict[str, BlockPlace]:
+        """Return the places of this rank's tensors in the model's."""
+        places = {}
         for name in names:
             whole = self._state.whole_of(name)
-            shape, sharding = self._shapes[whole], self._state.shardings.get(name)
-            if name in self._state.parts:
-                parts[name] = BlockPlace(self._state.parts[name].block.offsets, shape, of=whole)
-            elif sharding is not None:
-                block = sharding.owner_block(shape, self._state.rank)
-                if block.shape != shape:
-                    parts[name] = BlockPlace(block.offsets, shape)
-        return parts
+            shape = self._shapes[whole]
+            places[name] = BlockPlace(whole, self._state.own_block(name, shape).offsets, shape)
+        return places
+
+    def _of_model(self, names: Iterable[str], places: Mapping[str, BlockPlace]) -> PlacedTensors:
+        """Return this rank's tensors of the model as a checkpoint names them, beside their optimizer's state."""
+        return {
+            MODEL_PREFIX + n: (self._own(n), replace(places[n], name=MODEL_PREFIX + places[n].name))
+            for n in names
+        }
 
     def _refuse_other_model(self, checkpoint: StoredCheckpoint) -> None:
         stored = {
@@ -322,11 +309,6 @@ class Checkpoints:
             )
 
 
-def _of_model(parts: BlockPlaces) -> dict[str, BlockPlace]:
-    """Return ``parts`` by the names that the tensors themselves have, beside their optimizer's state."""
-    return {MODEL_PREFIX + n: replace(p, of=p.of and MODEL_PREFIX + p.of) for n, p in parts.items()}
-
-
 def _stored_shapes(graph: OpGraph) -> dict[str, tuple[int, ...]]:
     """Return the shapes in a checkpoint of this model, by canonical name: also buffers that no state dict has."""
     written = {output.name for output in graph.outputs if output.kind == "buffer"}
@@ -337,15 +319,14 @@ def _stored_shapes(graph: OpGraph) -> dict[str, tuple[int, ...]]:
 def _write(
     path: Path,
     record: Mapping[str, Any],
-    tensors: dict[str, Tensor],
-    parts: BlockPlaces,
+    tensors: PlacedTensors,
     keep: int,
     side: SideGroup,
 ) -> None:
     """Write all ranks' tensors, then, on rank 0, what makes them a checkpoint. Collective."""
     doing = f"saving {path}"
     try:
-        written = side.agree(doing, lambda: write_tensors(path, side.rank, tensors, parts))
+        written = side.agree(doing, lambda: write_tensors(path, side.rank, tensors))
         side.from_first(doing, lambda: commit(path, record, merged_index(written), keep))
     except PartitionerError:
         # If only the news of success was lost, the checkpoint is whole.

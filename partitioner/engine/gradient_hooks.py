@@ -103,7 +103,8 @@ class GradientHooks:
     def _run_on_whole(self, hooked: HookedParameter) -> None:
         """Put the blocks of a gradient together, run the hooks, and keep this rank's blocks of what they make of it."""
         name, shape = hooked.name, tuple(hooked.parameter.shape)
-        mine = self._own_blocks(name, shape)
+        names = (n for n in self._state.names_of(name) if n in self._state.parameters)
+        mine = {n: self._state.own_block(n, shape) for n in names}
         gradients = {n: p.grad for n in mine if (p := self._state.parameters[n]).grad is not None}
         whole = self._whole(name, shape, gradients, hooked.gradient_dtype, "gradient")
         if whole is None:  # the batch did not reach it: no gradient, no hooks, as in a plain loop
@@ -117,19 +118,6 @@ class GradientHooks:
             self._state.parameters[own_name].grad = (
                 None if changed is None else block.of(changed).clone(memory_format=torch.contiguous_format)
             )
-
-    def _own_blocks(self, name: str, shape: tuple[int, ...]) -> dict[str, Block]:
-        """Return the blocks of a parameter that this rank trains, by the names that it has for them."""
-        sharding = self._state.shardings.get(name)
-        if sharding is not None:
-            return (
-                {name: sharding.owner_block(shape, self._state.rank)}
-                if name in self._state.parameters
-                else {}
-            )
-        return {
-            n: self._state.parts[n].block for n in self._state.names_of(name) if n in self._state.parameters
-        }
 
     def _whole(
         self, name: str, shape: tuple[int, ...], own: Mapping[str, Tensor], dtype: torch.dtype, what: str

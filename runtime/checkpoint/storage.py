@@ -30,24 +30,20 @@ from runtime.mesh.sharding import Block
 
 @dataclass(frozen=True)
 class BlockPlace:
-    """The place of a tensor in the whole that it is a block of. ``shape``: the whole's; ``of``: its name, if another.
+    """The place of a rank's tensor in the tensor ``name`` of a checkpoint, of ``shape``: the block from ``offsets`` on."""
 
-    A rank may have several blocks of one tensor, by names of its own.
-    """
-
+    name: str
     offsets: tuple[int, ...]
     shape: tuple[int, ...]
-    of: str = ""
+
+    @classmethod
+    def whole(cls, name: str, shape: Sequence[int]) -> BlockPlace:
+        """Return the place of all of a tensor."""
+        return cls(name, (0,) * len(shape), tuple(shape))
 
 
-BlockPlaces = Mapping[str, BlockPlace]
-"""Places of tensors that are not the whole of what their name stands for, by name."""
-
-
-def _place(name: str, tensor: Tensor, places: BlockPlaces) -> tuple[str, BlockPlace]:
-    """Return the name and the place in a checkpoint of a tensor that a rank has as ``name``."""
-    place = places.get(name) or BlockPlace((0,) * tensor.dim(), tuple(tensor.shape))
-    return place.of or name, place
+PlacedTensors = Mapping[str, tuple[Tensor, BlockPlace]]
+"""Tensors that a rank hands in, or asks for, and their places, by names of its own: several may be of one tensor."""
 
 
 @dataclass(frozen=True)
@@ -107,32 +103,28 @@ StoredIndex = Mapping[str, IndexEntry]
 # Writing
 
 
-def write_tensors(
-    directory: Path, rank: int, tensors: Mapping[str, Tensor], places: BlockPlaces
-) -> dict[str, list[IndexEntry]]:
+def write_tensors(directory: Path, rank: int, tensors: PlacedTensors) -> dict[str, list[IndexEntry]]:
     """Write what ``rank`` hands in to a file of its own, and return the index of it: an entry for each block."""
-    order = sorted(tensors, key=lambda name: -tensors[name].itemsize)
-    if not order:
+    placed = sorted(tensors.values(), key=lambda pair: -pair[0].itemsize)
+    if not placed:
         return {}
-    placed = [_place(name, tensors[name], places) for name in order]
-    keys = [_key(source, place, tensors[name]) for name, (source, place) in zip(order, placed, strict=True)]
-    shapes = [tuple(tensors[name].shape) for name in order]
-    specs = [(k, tensors[name].dtype, s) for k, name, s in zip(keys, order, shapes, strict=True)]
+    specs = [(_key(place, tensor), tensor.dtype, tuple(tensor.shape)) for tensor, place in placed]
     file = f"rank-{rank:05}.safetensors"
     try:
-        checksums = write_file(directory / file, specs, (tensors[name] for name in order))
+        checksums = write_file(directory / file, specs, (tensor for tensor, _ in placed))
     except OSError as error:
         raise CheckpointError(f"cannot write {directory / file}", [error.strerror or str(error)]) from error
     index: dict[str, list[IndexEntry]] = {}
-    for (key, dtype, shape), (source, place), crc32 in zip(specs, placed, checksums, strict=True):
+    for (key, dtype, shape), (_, place), crc32 in zip(specs, placed, checksums, strict=True):
         block = StoredBlock(file, key, place.offsets, shape, crc32)
-        index.setdefault(source, []).append(IndexEntry(dtype, place.shape, (block,)))
+        index.setdefault(place.name, []).append(IndexEntry(dtype, place.shape, (block,)))
     return index
 
 
-def _key(source: str, place: BlockPlace, tensor: Tensor) -> str:
+def _key(place: BlockPlace, tensor: Tensor) -> str:
     """Return a tensor's name in its file."""
-    return source if tuple(tensor.shape) == place.shape else f"{source}@{','.join(map(str, place.offsets))}"
+    is_whole = tuple(tensor.shape) == place.shape
+    return place.name if is_whole else f"{place.name}@{','.join(map(str, place.offsets))}"
 
 
 def merged_index(of_ranks: Iterable[Mapping[str, Sequence[IndexEntry]]]) -> dict[str, IndexEntry]:
@@ -156,23 +148,19 @@ def merged_index(of_ranks: Iterable[Mapping[str, Sequence[IndexEntry]]]) -> dict
 # Reading
 
 
-def read_tensors(
-    directory: Path, index: StoredIndex, targets: Mapping[str, Tensor], places: BlockPlaces
-) -> None:
+def read_tensors(directory: Path, index: StoredIndex, targets: PlacedTensors) -> None:
     """Fill ``targets``, which may have other dtypes. Raises CheckpointError where the checkpoint does not have them."""
-    problems, asked = [], []
-    for name, tensor in targets.items():
-        source, place = _place(name, tensor, places)
-        if source not in index:
-            problems.append(f"{source} is not in it")
-        elif index[source].shape != place.shape:
-            problems.append(f"{source} is {index[source].shape} there, {place.shape} here")
-        asked.append((source, Block(place.offsets, tuple(tensor.shape))))
+    problems = []
+    for _, place in targets.values():
+        if place.name not in index:
+            problems.append(f"{place.name} is not in it")
+        elif index[place.name].shape != place.shape:
+            problems.append(f"{place.name} is {index[place.name].shape} there, {place.shape} here")
     if problems:
         raise CheckpointError("the checkpoint does not have what is asked for", problems[:20])
-    stored = stored_pieces(directory, index, asked)
-    for pieces, target, (_, block) in zip(stored, targets.values(), asked, strict=True):
-        pieces.read_block(target.detach(), block.offsets)
+    asked = [(place.name, Block(place.offsets, tuple(t.shape))) for t, place in targets.values()]
+    for stored, (target, place) in zip(stored_pieces(directory, index, asked), targets.values(), strict=True):
+        stored.read_block(target.detach(), place.offsets)
 
 
 @dataclass(frozen=True)

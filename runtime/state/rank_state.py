@@ -78,6 +78,14 @@ class RankState:
         """Return what the optimizer updates of ``name`` on this rank, or the buffer that it is."""
         return self.parameters[name] if name in self.parameters else self.buffers[name]
 
+    def own_block(self, name: str, shape: tuple[int, ...]) -> Block:
+        """Return the block that ``own(name)`` is of the model's tensor, which has ``shape``: all of it, or a part."""
+        if name in self.parts:
+            return self.parts[name].block
+        if name in self.shardings:
+            return self.shardings[name].owner_block(shape, self.rank)
+        return Block((0,) * len(shape), shape)
+
     @cached_property
     def _names_of_parts(self) -> Mapping[str, tuple[str, ...]]:
         return names_of_parts(self.parts)

@@ -24,6 +24,7 @@ from partitioner.engine.checkpoints import Checkpoints
 from partitioner.models.as_graph import as_graph
 from partitioner.verify.train import verify_training
 from passes.graph.graph import OpGraph
+from runtime.checkpoint.optimizer import NamedOptimizer
 from runtime.ranks.launch import WorkerPool
 from runtime.state.rank_state import RankState
 from tests.distributed import engine_model as net
@@ -181,31 +182,29 @@ def parts_are_all_the_first() -> Any:
 
 def blocks_change_places() -> Any:
     """Blocks are written to, and read from, each other's places."""
-    parts = Checkpoints._parts
+    places = Checkpoints._places
 
     def swapped(self: Checkpoints, names: Any) -> Any:
         found = {}
-        for name, part in parts(self, names).items():
-            sizes = zip(part.offsets, part.shape, self._own(name).shape, strict=True)
+        for name, place in places(self, names).items():
+            sizes = zip(place.offsets, place.shape, self._own(name).shape, strict=True)
             other = [0 if offset or size == own else own for offset, size, own in sizes]
-            found[name] = replace(part, offsets=tuple(other))
+            found[name] = replace(place, offsets=tuple(other))
         return found
 
-    return mock.patch.object(Checkpoints, "_parts", swapped)
+    return mock.patch.object(Checkpoints, "_places", swapped)
 
 
 def moments_are_mixed_up() -> Any:
     """What an optimizer's state is loaded into is taken for another."""
-    from partitioner.engine import checkpoints
+    restore = NamedOptimizer.restore
 
-    restore = checkpoints.restore_optimizer
-
-    def mixed(record: Any, targets: Any, optimizer: torch.optim.Optimizer, *rest: Any) -> None:
-        restore(record, targets, optimizer, *rest)
-        for state in optimizer.state.values():
+    def mixed(self: NamedOptimizer, *arguments: Any) -> None:
+        restore(self, *arguments)
+        for state in self.optimizer.state.values():
             state["exp_avg"], state["exp_avg_sq"] = state["exp_avg_sq"], state["exp_avg"]
 
-    return mock.patch.object(checkpoints, "restore_optimizer", mixed)
+    return mock.patch.object(NamedOptimizer, "restore", mixed)
 
 
 def sums_are_of_16_bits() -> Any:
