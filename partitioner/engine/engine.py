@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import clip_grads_with_norm_
 
 from partitioner.batches.batch_check import BatchCheck
 from partitioner.batches.loader import Consumer, EngineDataLoader, make_loader
@@ -49,7 +50,7 @@ from partitioner.report.profile import Profile
 from passes.graph.token_counts import user_leaves
 from passes.trace.loss.reduction import loss_weights, samples_in
 from runtime.execute.gather_outputs import Gather
-from runtime.execute.gradient_norm import clip_, global_norm, gradients_of, refuse_nonfinite
+from runtime.execute.gradient_norm import global_norm, gradients_of, refuse_nonfinite
 from runtime.state.step_precision import StepPrecision
 
 
@@ -215,7 +216,7 @@ class Engine:
         norm = global_norm(gradients, norm_type, self.executor.collectives)
         if error_if_nonfinite:
             refuse_nonfinite(norm, norm_type)
-        clip_(self.state.parameters.values(), max_norm, norm)
+        clip_grads_with_norm_(self.state.parameters.values(), max_norm, norm)  # ``norm`` stays on its device
         return norm
 
     def _finish(

@@ -24,9 +24,8 @@ from torch import Tensor
 from runtime.execute.context import ProgramContext, Shared
 from runtime.execute.early_sends import EarlySends, PostTensor, following_sends
 from runtime.execute.pieces import Pieces
-from runtime.execute.positions import positions, sorted_outputs
+from runtime.execute.positions import positions, shape_check, sorted_outputs
 from runtime.execute.reduce import GradientReduction, ScatteredReduction, overlap
-from runtime.execute.shared_segment import shape_check, shared_compute
 from runtime.program.program import (
     Backward,
     BackwardInput,
@@ -77,7 +76,7 @@ class Binder:
         )
         for p, instruction in enumerate(instructions):
             if isinstance(instruction, Compute) and context.codes[instruction.segment].mesh is not None:
-                self.handlers[p] = shared_compute(context.monitor, shared, p, self.handlers[p])
+                self.handlers[p] = self._shared(p, self.handlers[p])
 
     def slot(self, value: str, microbatch: int) -> int:
         return self.context.value_numbers[value] * self.shared.microbatches + microbatch
@@ -138,6 +137,16 @@ class Binder:
                 return self._reduce(position, instruction, self.context.channels[queue])
             case OptimizerStep():
                 return self._optimizer_step
+
+    def _shared(self, position: int, handler: Handler) -> Handler:
+        """Return ``handler``, of a compute that waits for other ranks inside, with its number set for ``SegmentWait``."""
+        monitor, shared = self.context.monitor, self.shared
+
+        def run() -> None:
+            monitor.running = shared.first_wait + position
+            handler()
+
+        return run
 
     # ------------------------------------------------------------------------------------------------------
     # Compute

@@ -15,7 +15,7 @@ from collections.abc import Iterable, Sequence
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.nn.utils import clip_grads_with_norm_, get_total_norm
+from torch.nn.utils import get_total_norm
 
 from cost_models.errors import UsageError
 from runtime.ranks.collective import Collectives
@@ -50,14 +50,6 @@ def _local_norm(gradients: Sequence[Tensor], norm_type: float) -> Tensor:
         (narrow if dense.dtype.itemsize < torch.float32.itemsize else wide).append(dense)
     norms = [torch.linalg.vector_norm(g, norm_type, dtype=torch.float32) for g in narrow]
     return get_total_norm([*wide, *norms], norm_type)
-
-
-def clip_(parameters: Iterable[Tensor], max_norm: float, norm: Tensor) -> None:
-    """Scale the gradients of ``parameters`` by max_norm / (norm + 1e-6), where that is less than one.
-
-    Does what ``torch.nn.utils.clip_grad_norm_`` does; ``norm`` stays on its device.
-    """
-    clip_grads_with_norm_(list(parameters), max_norm, norm)
 
 
 def refuse_nonfinite(norm: Tensor, norm_type: float) -> None:

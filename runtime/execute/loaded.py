@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -18,7 +19,6 @@ from runtime.execute.bind import Binder
 from runtime.execute.context import ProgramContext, Shared
 from runtime.execute.early_sends import EarlySends, early_outputs
 from runtime.execute.release import releases
-from runtime.execute.shared_segment import SegmentWait
 from runtime.mesh.axis import Axis
 from runtime.mesh.ranks_along import JOINT, axis_of, ranks_along
 from runtime.mesh.sharding import Sharding
@@ -75,6 +75,38 @@ class RankProgram:
     """Makes the programs for another number of micro-batches; without it there is one number."""
     shardings: Mapping[str, Sharding] = field(default_factory=dict)
     """Shardings of the tensors that ranks have blocks of."""
+
+
+class SegmentWait:
+    """The wait for a collective inside of a segment; its failure counts as that of the instruction that runs it."""
+
+    def __init__(self, monitor: FailureMonitor, waited: Waited, *, on_gpu: bool) -> None:
+        self._monitor, self._waited, self._on_gpu = monitor, waited, on_gpu
+        self._timeout = timedelta(seconds=monitor.wait_seconds)
+
+    def __call__(self, work: Any) -> None:
+        monitor = self._monitor
+        monitor.waiting = number = monitor.running
+        if not self._on_gpu:
+            work.wait(self._timeout)
+        else:
+            work.wait()
+            if self._waited and self._waited[-1][0] == number:  # one after the other: the last says it all
+                self._waited.pop()
+            self._waited.append((number, _Passed()))
+        monitor.waiting = -1
+
+
+class _Passed:
+    """The moment at which a GPU's stream is through with a wait. The work itself would keep its tensors alive."""
+
+    def __init__(self) -> None:
+        self._event: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        self._event.record()
+
+    def is_completed(self) -> bool:
+        """Tell whether the stream came so far."""
+        return bool(self._event.query())
 
 
 class Loaded:

@@ -1,14 +1,17 @@
 """The places in a rank's program where its values are sent, read and received, looked up once per batch shape.
 
-Beside them, for one segment: where each of its outputs goes.
+Beside them, for one segment: where each of its outputs goes, and the shape that its readers were promised.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container
+from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import torch
+
+from cost_models.errors import InternalError
 from runtime.execute.context import ProgramContext
 from runtime.execute.pieces import Pieces
 from runtime.program.program import Backward, BackwardInput, Forward, Recv, Send
@@ -104,3 +107,24 @@ def sorted_outputs(
             if number in read:
                 found.local.append((at, number, output.needs_grad and training))
     return found
+
+
+def shape_check(
+    code: SegmentCode, promised: Mapping[str, tuple[tuple[int, ...], torch.dtype]]
+) -> Callable[[Any], None]:
+    """Return a check that raises InternalError unless a segment's outputs are as their readers were told."""
+
+    def check(outputs: Any) -> None:
+        wrong = []
+        for tensor, output in zip(outputs, code.outputs, strict=True):
+            if output.kind != "value" or output.name not in promised:
+                continue
+            found = (tuple(tensor.shape), tensor.dtype)
+            if found != promised[output.name]:
+                wrong.append(f"{output.name}: promised {promised[output.name]}, found {found}")
+        if wrong:
+            raise InternalError(
+                f"segment {code.index} makes other values than its consumers expect", because=wrong
+            )
+
+    return check

@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.utils import clip_grads_with_norm_
 
 from cost_models.cluster import ClusterSpec
 from cost_models.errors import InternalError
@@ -31,7 +32,7 @@ from passes.shard.traffic import traffic
 from passes.trace.trace import trace
 from runtime.check.check import check
 from runtime.execute.execute import Executor
-from runtime.execute.gradient_norm import clip_, global_norm, gradients_of
+from runtime.execute.gradient_norm import global_norm, gradients_of
 from runtime.execute.loaded import RankProgram
 from runtime.execute.reduce import GradientReduction
 from runtime.mesh.axis import Axis
@@ -113,7 +114,7 @@ def run_task(task: Task) -> dict[str, Any]:
             precision.after_backward()
             own = gradients_of(p for _, p in state.spoken_for())
             norm = global_norm(own, 2.0, executor.collectives)
-            clip_(state.parameters.values(), MAX_NORM, norm)
+            clip_grads_with_norm_(state.parameters.values(), MAX_NORM, norm)
             norms.append(norm)
             optimizer.step()
     executor.close()

@@ -9,10 +9,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn.utils import clip_grad_norm_
+from torch.nn.utils import clip_grad_norm_, clip_grads_with_norm_
 
 from cost_models.errors import UsageError
-from runtime.execute.gradient_norm import clip_, global_norm, gradients_of, refuse_nonfinite
+from runtime.execute.gradient_norm import global_norm, gradients_of, refuse_nonfinite
 from runtime.ranks.collective import Pending
 
 
@@ -61,7 +61,7 @@ def test_clipping_equals_torch_s(norm_type: float, dtypes: tuple[torch.dtype, ..
     expected = clip_grad_norm_(theirs, 0.5, norm_type)
     assert norm.dtype == torch.float64
     assert float(norm) == pytest.approx(float(expected), rel=1e-6)
-    clip_([*ours, unused], 0.5, norm)
+    clip_grads_with_norm_([*ours, unused], 0.5, norm)
     for mine, other in zip(ours, theirs, strict=True):
         torch.testing.assert_close(mine.grad, other.grad, rtol=1e-6, atol=0.0)
     assert unused.grad is None
