@@ -9,7 +9,7 @@ from cost_models.cluster import ClusterSpec
 from cost_models.errors import UsageError
 from cost_models.precision import Precision
 from partitioner.models.as_graph import Check, ModelOrTrace, as_graph
-from partitioner.models.made_with import MadeWith
+from partitioner.models.workload import MadeWith
 from partitioner.plan import Plan
 from partitioner.planning.option_table import with_python_help
 from partitioner.planning.options import PlanOptions

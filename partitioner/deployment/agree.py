@@ -17,8 +17,7 @@ from torch import nn
 from cost_models.errors import PlanError
 from cost_models.presets import DEVICES
 from cost_models.units import counted, format_bytes, listed
-from partitioner.deployment.facts import RankFacts, choose_device, own_facts
-from partitioner.deployment.ranks import ranks_by_host
+from partitioner.deployment.facts import RankFacts, choose_device, own_facts, ranks_by_host
 from partitioner.record.data import PlanData
 from partitioner.record.rebuild import ranks_in_order
 from partitioner.report.launch import launch_of

@@ -7,7 +7,7 @@ from typing import Self, TypeVar
 
 from pydantic import PrivateAttr, model_validator
 
-from partitioner.models.made_with import MadeWith
+from partitioner.models.workload import MadeWith
 from partitioner.record.checks import inconsistencies
 from partitioner.record.file import MOST_PROBLEMS
 from partitioner.record.intervals import PlanIntervals, plan_intervals

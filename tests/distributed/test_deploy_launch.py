@@ -17,7 +17,7 @@ from cost_models.cluster import ClusterSpec
 from cost_models.errors import PartitionerError
 from partitioner import Plan, Workload, deploy, partition
 from partitioner.deployment import facts as deployment_facts
-from partitioner.deployment import ranks as deployment_ranks
+from partitioner.deployment import facts as deployment_ranks
 from partitioner.deployment.facts import plan_digest
 from partitioner.engine.engine import Engine
 from runtime.ranks.launch import WorkerPool

@@ -20,14 +20,16 @@ from partitioner.deploy_together import error_as_data, error_from_data, sorted_o
 from partitioner.deployment.agree import ranks_or_differences, refusal
 from partitioner.deployment.facts import (
     DeviceFacts,
+    HostPlace,
     RankFacts,
     choose_device,
     device_facts,
     free_memory_bytes,
     own_facts,
     plan_digest,
+    ranks_by_host,
+    same_host,
 )
-from partitioner.deployment.ranks import HostPlace, ranks_by_host, same_host
 from runtime.ranks.launch import WorkerError
 from tests.support.made_plans import GIB, MIB, made_plan
 

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from cost_models.cluster import ClusterSpec
 from partitioner import Plan, Workload, partition
-from partitioner.models.made_with import MadeWith
+from partitioner.models.workload import MadeWith
 from passes.trace.trace import trace
 
 
