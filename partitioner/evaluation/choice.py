@@ -28,7 +28,7 @@ EVERYWHERE = "engine.dataloader(..., everywhere=True) loads every batch on every
 
 
 @dataclass(frozen=True)
-class Given:
+class GivenBatch:
     """A batch as a rank has it. ``inputs``: those that are traced with it; ``read``: leaves that forward gets."""
 
     inputs: Any
@@ -52,7 +52,7 @@ class Wanted:
 
 
 def votes(
-    candidates: Sequence[Wanted], given: Given | None, with_loss: bool, optional: frozenset[str]
+    candidates: Sequence[Wanted], given: GivenBatch | None, with_loss: bool, optional: frozenset[str]
 ) -> list[int]:
     """Vote per candidate: 1 if this rank refuses it, then 1 for each optional leaf that this rank was given, else 0.
 
@@ -82,7 +82,7 @@ def _optional(wanted: Wanted, optional: frozenset[str]) -> list[str]:
     return [name for name in wanted.spec.leaves if _root(name) in optional]
 
 
-def _fits(wanted: Wanted, given: Given | None, with_loss: bool) -> bool:
+def _fits(wanted: Wanted, given: GivenBatch | None, with_loss: bool) -> bool:
     if wanted.with_loss != with_loss or given is None:
         return wanted.with_loss == with_loss
     spec = wanted.spec
@@ -104,7 +104,7 @@ def _root(name: str) -> str:
 # A graph that must be made
 
 
-def described(given: Given | None, with_loss: bool) -> dict[str, Any]:
+def described(given: GivenBatch | None, with_loss: bool) -> dict[str, Any]:
     """Describe what this rank was given, as JSON data."""
     said: dict[str, Any] = {
         "call": "eval_step" if with_loss else "forward",

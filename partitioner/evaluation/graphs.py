@@ -26,7 +26,7 @@ from cost_models.errors import UsageError
 from partitioner.batches.part_batch import AbsentBatch, PartBatch, refuse_absent
 from partitioner.evaluation.choice import (
     EVERYWHERE,
-    Given,
+    GivenBatch,
     Wanted,
     chosen,
     completed,
@@ -104,19 +104,19 @@ class EvaluationGraphs:
         given = self._given(forward_part(workload.model, batch, workload.loss_fn is not None), None)
         return self._find(given, False), given.leaves
 
-    def _given(self, batch: Any, loss_fn: Callable[..., Any] | None) -> Given:
+    def _given(self, batch: Any, loss_fn: Callable[..., Any] | None) -> GivenBatch:
         model, has_loss_fn = self._deployed.workload.model, loss_fn is not None
         names = forward_names(model)
         # A forward that takes the mapping itself lacks nothing of a part of it.
         partial = not takes_whole(model, self._deployed.workload.example_inputs)
-        return Given(
+        return GivenBatch(
             batch,
             flatten_batch(batch, names),
             frozenset(flatten_batch(forward_part(model, batch, has_loss_fn, partial=partial), names)),
             forward_constants(model, batch, has_loss_fn, partial=partial),
         )
 
-    def _find(self, given: Given | None, with_loss: bool) -> EvaluationGraph:
+    def _find(self, given: GivenBatch | None, with_loss: bool) -> EvaluationGraph:
         """Find the graph, or make it. ``given``: None if this rank did not load the batch."""
         made = self._deployed
         example = self._given(made.workload.example_inputs, made.workload.loss_fn)
@@ -134,7 +134,7 @@ class EvaluationGraphs:
             self._forget(self._known.pop(0))
         return found
 
-    def _agree(self, candidates: Sequence[Wanted], given: Given | None, with_loss: bool) -> int | None:
+    def _agree(self, candidates: Sequence[Wanted], given: GivenBatch | None, with_loss: bool) -> int | None:
         """Choose the candidate that the ranks together want, with one small all-reduce."""
         collectives = self._deployed.executor.collectives
         own = votes(candidates, given, with_loss, self._optional)
@@ -142,7 +142,7 @@ class EvaluationGraphs:
         most = collectives.all_reduce(numbers, "which graph evaluates this batch", dist.ReduceOp.MAX).wait()
         return chosen(candidates, most.tolist(), self._optional)
 
-    def _whole(self, given: Given | None, with_loss: bool) -> Given:
+    def _whole(self, given: GivenBatch | None, with_loss: bool) -> GivenBatch:
         """Return what this rank traces with: the batch, of which it may know nothing or a part."""
         made = self._deployed
         meeting = Meeting.join()
@@ -164,7 +164,7 @@ class EvaluationGraphs:
             refuse_other_constants(found.constants, whole)
         return found
 
-    def _make(self, given: Given, with_loss: bool) -> EvaluationGraph:
+    def _make(self, given: GivenBatch, with_loss: bool) -> EvaluationGraph:
         with Meeting.join().all_or_none("evaluation"):
             graph = _traced(self._deployed, given, with_loss)
             placed = PlacedEvaluation.of(self._deployed, graph)
@@ -187,7 +187,7 @@ class EvaluationGraphs:
 # From a batch to a graph that this rank can run
 
 
-def _traced(deployed: Deployed, given: Given, with_loss: bool) -> OpGraph:
+def _traced(deployed: Deployed, given: GivenBatch, with_loss: bool) -> OpGraph:
     """Trace the evaluation graph, which writes nothing."""
     training, plan = deployed.training, deployed.plan
     dims = user_leaves(training.batch, training.token_counts).batch_dims

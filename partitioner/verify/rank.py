@@ -21,7 +21,7 @@ from runtime.ops.replay import Draws, replaying
 from runtime.program.program import Program, SegmentGraph
 from runtime.segment.code import BatchSpec, SegmentCode
 from runtime.state.precision import leaf_and_owner
-from runtime.state.rank_state import RankState, StatePart
+from runtime.state.rank_state import RankState, TensorPart
 from runtime.state.sharded_owners import sharded_leaf_and_owner
 
 
@@ -45,7 +45,7 @@ class VerificationTask:
     timeout_seconds: float
     shardings: Mapping[str, Sharding] = field(default_factory=dict)
     """The shardings of parameters and buffers of which ranks hold blocks."""
-    parts: Mapping[str, StatePart] = field(default_factory=dict)
+    parts: Mapping[str, TensorPart] = field(default_factory=dict)
     """The tensors in ``state`` that other names, which are not in it, are blocks of."""
     draws: Draws = field(default_factory=dict)
     """The draws of the unpartitioned model, for the ops in ``codes`` that replay it."""

@@ -28,11 +28,11 @@ from passes.evaluate.placement import keyed_ops
 from passes.graph.graph import GraphInput, OpGraph, StateSpec
 from passes.graph.nodes import call, copy_graph, fake_call, fake_mode_of, new_module
 from passes.split.split import Split, split_neurons
-from runtime.state.rank_state import StatePart, names_of_parts
+from runtime.state.rank_state import TensorPart, names_of_parts
 
 log = logging.getLogger("partitioner")
 
-PartNode = tuple[StatePart, fx.Node]
+PartNode = tuple[TensorPart, fx.Node]
 
 
 def reuse_splits(evaluation: OpGraph, training: OpGraph, run: OpGraph, splits: Sequence[Split]) -> OpGraph:
@@ -62,7 +62,7 @@ def _split(evaluation: OpGraph, run: OpGraph, splits: tuple[Split, ...]) -> OpGr
     return made
 
 
-def read_parts(graph: OpGraph, parts: Mapping[str, StatePart]) -> OpGraph:
+def read_parts(graph: OpGraph, parts: Mapping[str, TensorPart]) -> OpGraph:
     """Give ``graph`` the tensors in ``parts`` as its inputs, instead of those that they are parts of."""
     of_whole = names_of_parts(parts)
     if not any(i.kind in ("parameter", "buffer") and i.name in of_whole for i in graph.inputs):
@@ -102,7 +102,7 @@ def read_parts(graph: OpGraph, parts: Mapping[str, StatePart]) -> OpGraph:
     )
 
 
-def _placeholder(new: fx.Graph, whole: fx.Node, part: StatePart) -> fx.Node:
+def _placeholder(new: fx.Graph, whole: fx.Node, part: TensorPart) -> fx.Node:
     value = whole.meta["val"]
     with new.inserting_before(whole):
         node = new.placeholder(whole.name)

@@ -27,7 +27,7 @@ from cost_models.precision import ParameterPrecision, Precision
 from passes.graph.nodes import is_floating, symbolic, tensors_of
 from passes.graph.token_counts import TokenCounts
 from runtime.segment.code import BatchSpec, TensorSpec
-from runtime.state.rank_state import StatePart
+from runtime.state.rank_state import TensorPart
 from runtime.state.state_view import StateView
 
 aten = torch.ops.aten
@@ -155,7 +155,7 @@ class OpGraph:
 
     None of them is among ``buffers`` or ``constants``, and the graph computes them from their owners.
     """
-    parts: Mapping[str, StatePart] = field(default_factory=dict)
+    parts: Mapping[str, TensorPart] = field(default_factory=dict)
     """The tensor of the model that a parameter or buffer is a block of, where ops were split (``passes.split.split``).
 
     ``parameters`` and ``buffers`` then have the parts instead of the whole tensor, with their own shapes.

@@ -19,7 +19,7 @@ from torch import fx
 from passes.graph.graph import GraphInput, OpGraph, StateSpec
 from passes.split.values import RangeKey, Values
 from runtime.mesh.sharding import Block
-from runtime.state.rank_state import StatePart, part_name
+from runtime.state.rank_state import TensorPart, part_name
 
 
 def settle(values: Values) -> dict[fx.Node, dict[RangeKey, fx.Node]]:
@@ -89,7 +89,7 @@ def with_parts(graph: OpGraph, parts: Mapping[fx.Node, Mapping[RangeKey, fx.Node
             if outer is not None:
                 offsets = tuple(a + b for a, b in zip(outer.block.offsets, block.offsets, strict=True))
                 block = Block(offsets, block.shape)
-            known[part_name(name, number)] = StatePart(outer.whole if outer else name, block)
+            known[part_name(name, number)] = TensorPart(outer.whole if outer else name, block)
 
     def cut_specs(specs: Mapping[str, StateSpec]) -> dict[str, StateSpec]:
         found: dict[str, StateSpec] = {}

@@ -33,7 +33,7 @@ from passes.trace.names import StateNames, state_names
 from runtime.checkpoint.safetensors import StoredTensor
 from runtime.checkpoint.storage import StoredPieces
 from runtime.mesh.sharding import Block
-from runtime.state.rank_state import StatePart
+from runtime.state.rank_state import TensorPart
 
 logger = logging.getLogger("partitioner")
 
@@ -61,7 +61,7 @@ def values_of(
     seed: int = 0,
     blocks: Mapping[str, Block] | None = None,
     wider: Mapping[str, torch.dtype] | None = None,
-    parts: Mapping[str, StatePart] | None = None,
+    parts: Mapping[str, TensorPart] | None = None,
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield copies of the real values of the parameters and buffers called ``names``, on ``device``, one by one.
 

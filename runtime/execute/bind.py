@@ -23,7 +23,7 @@ from torch import Tensor
 
 from runtime.execute.context import ProgramContext, Shared
 from runtime.execute.early_sends import EarlySends, PostTensor, following_sends
-from runtime.execute.pieces import Pieces
+from runtime.execute.pieces import MovedPieces
 from runtime.execute.positions import positions, shape_check, sorted_outputs
 from runtime.execute.reduce import GradientReduction, ScatteredReduction, overlap
 from runtime.program.program import (
@@ -59,7 +59,7 @@ class Binder:
         self.reductions: list[GradientReduction] = []
         self._on_gpu = context.device.type == "cuda"
         self._timeout = timedelta(seconds=context.monitor.wait_seconds)
-        self._pieces = Pieces(context, shared)
+        self._pieces = MovedPieces(context, shared)
         self._at = positions(context, self._pieces, self.slot)
         self._posts: dict[int, PostTensor] = {
             p: self._post(p, i.message, context.channels[i.queue])

@@ -19,7 +19,7 @@ from runtime.mesh.sharding import Block
 from runtime.program.program import Message, Recv
 
 
-class Pieces:
+class MovedPieces:
     """The pieces that one program moves for one batch shape."""
 
     def __init__(self, context: ProgramContext, shared: Shared) -> None:

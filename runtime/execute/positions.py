@@ -13,7 +13,7 @@ import torch
 
 from cost_models.errors import InternalError
 from runtime.execute.context import ProgramContext
-from runtime.execute.pieces import Pieces
+from runtime.execute.pieces import MovedPieces
 from runtime.program.program import Backward, BackwardInput, Forward, Recv, Send
 from runtime.segment.code import SegmentCode
 
@@ -35,7 +35,7 @@ class Positions:
     """Position of the last backward that makes a gradient which other ranks have too, and send."""
 
 
-def positions(context: ProgramContext, pieces: Pieces, slot: Callable[[str, int], int]) -> Positions:
+def positions(context: ProgramContext, pieces: MovedPieces, slot: Callable[[str, int], int]) -> Positions:
     """Look through the program of ``context``."""
     found = Positions()
     received: set[int] = set()

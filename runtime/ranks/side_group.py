@@ -15,7 +15,7 @@ from torch import Tensor
 
 from cost_models.errors import PartitionerError, RankFailureError
 
-Result = TypeVar("Result")
+Told = TypeVar("Told")
 
 SIDE_SECONDS = 1800.0
 """Seconds that a rank waits for another that writes or reads its part. A rank that died is noticed at once."""
@@ -39,7 +39,7 @@ class SideGroup:
         if dist.is_initialized() and self.group in dist.distributed_c10d._world.pg_map:
             dist.destroy_process_group(self.group)
 
-    def agree(self, doing: str, function: Callable[[], Result]) -> list[Result]:
+    def agree(self, doing: str, function: Callable[[], Told]) -> list[Told]:
         """Return, on every rank, what ``function()`` returned on each; raise everywhere if it raised on any of them."""
         outcome: tuple[bool, Any]
         own: Exception | None = None
@@ -62,7 +62,7 @@ class SideGroup:
         raise_together(doing, failures, own)
         return [value for _, value in outcomes]
 
-    def from_first(self, doing: str, function: Callable[[], Result]) -> Result:
+    def from_first(self, doing: str, function: Callable[[], Told]) -> Told:
         """Return, on every rank, what ``function()`` returned on rank 0; raise its error on every rank."""
         results = self.agree(doing, lambda: function() if self.rank == 0 else None)
         first: Any = results[0]

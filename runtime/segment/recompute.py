@@ -28,8 +28,8 @@ from runtime.ops.local import LEADING, run_local
 REGION = "recomputed_region"
 """Key in a node's ``meta``: the region that it belongs to."""
 
-Function = Callable[..., tuple[Any, ...]]
-AsFunction = Callable[[fx.GraphModule], Function]
+RegionFunction = Callable[..., tuple[Any, ...]]
+AsFunction = Callable[[fx.GraphModule], RegionFunction]
 
 aten = torch.ops.aten
 
@@ -106,8 +106,8 @@ def _emit_region(
         made[node].meta = {key: value for key, value in node.meta.items() if key != REGION}
 
 
-def _as_it_is(body: fx.GraphModule) -> Function:
-    function: Function = body.forward
+def _as_it_is(body: fx.GraphModule) -> RegionFunction:
+    function: RegionFunction = body.forward
     return function
 
 
@@ -120,7 +120,9 @@ def _body(nodes: Sequence[fx.Node], inputs: Sequence[fx.Node], outputs: Sequence
     return fx.GraphModule(torch.nn.Module(), graph)
 
 
-def recomputed(first: Function, again: Function | None = None, *, random: bool = True) -> Function:
+def recomputed(
+    first: RegionFunction, again: RegionFunction | None = None, *, random: bool = True
+) -> RegionFunction:
     """Return ``first`` with its activations computed a second time in backward, by ``again`` where that differs."""
 
     def run(*inputs: Any) -> tuple[Any, ...]:
@@ -135,7 +137,7 @@ def recomputed(first: Function, again: Function | None = None, *, random: bool =
     return run
 
 
-def _first_then(first: Function, again: Function) -> Function:
+def _first_then(first: RegionFunction, again: RegionFunction) -> RegionFunction:
     """Return a function that is ``first`` when called for the first time, ``again`` from then on."""
     ran = False
 

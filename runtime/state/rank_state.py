@@ -29,7 +29,7 @@ from runtime.mesh.sharding import Block, Sharding
 
 
 @dataclass(frozen=True)
-class StatePart:
+class TensorPart:
     """A part of the model's tensor ``whole``: ``block`` of it. The parts of a tensor are disjoint and leave nothing out."""
 
     whole: str
@@ -41,7 +41,7 @@ def part_name(whole: str, number: int) -> str:
     return f"{whole}#{number}"
 
 
-def names_of_parts(parts: Mapping[str, StatePart]) -> dict[str, tuple[str, ...]]:
+def names_of_parts(parts: Mapping[str, TensorPart]) -> dict[str, tuple[str, ...]]:
     """Return the parts of every tensor that is held in parts, by its own name."""
     found: dict[str, list[str]] = defaultdict(list)
     for name, part in parts.items():
@@ -61,7 +61,7 @@ class RankState:
     """Ranks that hold each tensor, ascending; every name of the model, in the model's own order."""
     shardings: Mapping[str, Sharding] = field(default_factory=dict)
     """Shardings of tensors that ranks hold blocks of: ``leaves`` has the stored, ``parameters`` the trained block."""
-    parts: Mapping[str, StatePart] = field(default_factory=dict)
+    parts: Mapping[str, TensorPart] = field(default_factory=dict)
     """Every part that some rank holds instead of a tensor of the model, by its name."""
     elsewhere: Mapping[str, Sharding] = field(default_factory=dict)
     """Shardings of tensors of which only other ranks hold blocks: those of other stages."""

@@ -17,7 +17,6 @@ from cost_models.cluster import ClusterSpec
 from cost_models.errors import PartitionerError
 from partitioner import Plan, Workload, deploy, partition
 from partitioner.deployment import facts as deployment_facts
-from partitioner.deployment import facts as deployment_ranks
 from partitioner.deployment.facts import plan_digest
 from partitioner.engine.engine import Engine
 from runtime.ranks.launch import WorkerPool
@@ -74,7 +73,7 @@ def train(plan_json: str, hosts: list[str] | None, **options: Any) -> Result:
     names = ("laptop",) if hosts is None else (f"{hosts[rank]}.site",)
     local = "0" if hosts is None else str(hosts[:rank].count(hosts[rank]))
     with (
-        mock.patch.object(deployment_ranks, "host_names", return_value=names),
+        mock.patch.object(deployment_facts, "host_names", return_value=names),
         mock.patch.dict(os.environ, {"LOCAL_RANK": local}),
         plan.deploy(workload(), timeout_seconds=20.0, **OPTIONS, **options) as engine,
     ):

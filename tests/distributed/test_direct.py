@@ -19,7 +19,7 @@ from partitioner.models.as_graph import as_graph
 from partitioner.record.rebuild import simulate_plan
 from partitioner.verify.verify import verify_plan
 from passes.graph.graph import OpGraph
-from runtime.execute.pieces import Pieces
+from runtime.execute.pieces import MovedPieces
 from runtime.ranks.launch import WorkerPool
 from tests.distributed.free_tasks import count_sent
 from tests.distributed.planted import nothing, plant
@@ -115,7 +115,7 @@ def test_process_groups_are_given_what_was_simulated(groups: tuple[int, ...], po
 
 def the_first_part_alone() -> Any:
     """Ranks forget to add what comes after the first part."""
-    return mock.patch.object(Pieces, "add", lambda self, keeper: self._addends.pop(keeper, None))
+    return mock.patch.object(MovedPieces, "add", lambda self, keeper: self._addends.pop(keeper, None))
 
 
 @pytest.mark.parametrize("fault", [nothing, the_first_part_alone])

@@ -15,7 +15,7 @@ from partitioner.plan import Plan
 from passes.graph.graph import OpGraph
 from runtime.mesh.sharding import Block
 from runtime.state.gather import pieces_of
-from runtime.state.rank_state import RankState, StatePart
+from runtime.state.rank_state import RankState, TensorPart
 from tests.support.made_plans import made_plan
 from tests.support.split_model import SIZES, model, traced, workload
 from tests.support.split_model import split as split_graph
@@ -152,7 +152,7 @@ def test_a_state_dict_of_parts_that_are_not_the_whole_is_an_error(split: OpGraph
         (1, "fc1.weight#1", (3, 0), SIZES[1]),
         (0, "fc1.weight#2", (8, 0), SIZES[2]),
     ]
-    fewer = {"fc1.weight#0": StatePart("fc1.weight", Block((0, 0), (3, 6)))}
+    fewer = {"fc1.weight#0": TensorPart("fc1.weight", Block((0, 0), (3, 6)))}
     lacking = RankState(0, {}, {}, {}, state.holders, parts=fewer)
     with pytest.raises(InternalError, match=r"parts of fc1\.weight are not the whole"):
         pieces_of(lacking, "fc1.weight", (10, 6))

@@ -17,17 +17,17 @@ from passes.lower.segment import Segmentation
 from runtime.mesh.sharding import Block
 from runtime.program.program import Segment, SegmentCost, SegmentGraph
 from runtime.segment.code import SegmentCode, SegmentOutput
-from runtime.state.rank_state import StatePart
+from runtime.state.rank_state import TensorPart
 from tests.support.split_model import SIZES, model, traced, workload
 from tests.support.split_model import split as split_graph
 
 NOT_KNOWN = None
 PARTS = {
-    "w#0": StatePart("w", Block((0, 0), (2, 3))),
-    "w#1": StatePart("w", Block((2, 0), (1, 1))),
-    "w#2": StatePart("w", Block((2, 1), (1, 2))),
-    "n#0": StatePart("n", Block((0,), (1,))),
-    "n#1": StatePart("n", Block((1,), (2,))),
+    "w#0": TensorPart("w", Block((0, 0), (2, 3))),
+    "w#1": TensorPart("w", Block((2, 0), (1, 1))),
+    "w#2": TensorPart("w", Block((2, 1), (1, 2))),
+    "n#0": TensorPart("n", Block((0,), (1,))),
+    "n#1": TensorPart("n", Block((1,), (2,))),
 }
 STATE = {
     "w": torch.arange(9.0, dtype=torch.float64).view(3, 3),

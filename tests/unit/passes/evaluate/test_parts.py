@@ -14,7 +14,7 @@ from passes.graph.graph import OpGraph
 from passes.graph.verify import verify_graph
 from passes.trace.trace import trace
 from runtime.mesh.sharding import Block
-from runtime.state.rank_state import StatePart
+from runtime.state.rank_state import TensorPart
 from tests.support.split_model import batch, model, traced, workload
 from tests.support.split_model import split as split_graph
 
@@ -47,8 +47,8 @@ def evaluation(net: nn.Module) -> OpGraph:
     return without_writes(trace(net, (X,), training=False))
 
 
-def parts_of(name: str, cut: Cut) -> dict[str, StatePart]:
-    return {f"{name}#{i}": StatePart(name, Block(*block)) for i, block in enumerate(cut)}
+def parts_of(name: str, cut: Cut) -> dict[str, TensorPart]:
+    return {f"{name}#{i}": TensorPart(name, Block(*block)) for i, block in enumerate(cut)}
 
 
 def run(graph: OpGraph, net: nn.Module, x: Tensor) -> list[Tensor]:

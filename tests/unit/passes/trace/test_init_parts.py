@@ -14,18 +14,18 @@ from cost_models.errors import ModelError
 from cost_models.precision import Precision
 from partitioner.engine.weights import StateKeys, weights_of
 from runtime.mesh.sharding import Block
-from runtime.state.rank_state import StatePart
+from runtime.state.rank_state import TensorPart
 from tests.support.materialize import materialize
 
 PARTS = {
-    "0.weight#0": StatePart("0.weight", Block((0, 0), (3, 4))),
-    "0.weight#1": StatePart("0.weight", Block((3, 0), (2, 4))),
-    "0.bias#0": StatePart("0.bias", Block((0,), (3,))),
-    "0.bias#1": StatePart("0.bias", Block((3,), (2,))),
-    "1.weight#0": StatePart("1.weight", Block((0, 0), (4, 3))),
-    "1.weight#1": StatePart("1.weight", Block((0, 3), (4, 2))),
-    "2.running_mean#0": StatePart("2.running_mean", Block((0,), (1,))),
-    "2.running_mean#1": StatePart("2.running_mean", Block((1,), (3,))),
+    "0.weight#0": TensorPart("0.weight", Block((0, 0), (3, 4))),
+    "0.weight#1": TensorPart("0.weight", Block((3, 0), (2, 4))),
+    "0.bias#0": TensorPart("0.bias", Block((0,), (3,))),
+    "0.bias#1": TensorPart("0.bias", Block((3,), (2,))),
+    "1.weight#0": TensorPart("1.weight", Block((0, 0), (4, 3))),
+    "1.weight#1": TensorPart("1.weight", Block((0, 3), (4, 2))),
+    "2.running_mean#0": TensorPart("2.running_mean", Block((0,), (1,))),
+    "2.running_mean#1": TensorPart("2.running_mean", Block((1,), (3,))),
 }
 NAMES = [*PARTS, "1.bias", "2.running_var", "2.num_batches_tracked"]
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from cost_models.layout import Layout, Mesh, Placement, Replicate, Shard
-from runtime.execute.pieces import Pieces
+from runtime.execute.pieces import MovedPieces
 from runtime.program.program import Message, Program, Recv, pair_queue
 from runtime.segment.code import Interface
 
@@ -22,13 +22,13 @@ def layout(ranks: tuple[int, ...], placement: Placement) -> Layout:
     return Layout(Mesh(ranks, (len(ranks),), ("all",)), (placement,))
 
 
-def pieces_of(interface: Interface, sources: tuple[int, ...]) -> tuple[Pieces, list[Message]]:
+def pieces_of(interface: Interface, sources: tuple[int, ...]) -> tuple[MovedPieces, list[Message]]:
     """Those of rank 0, which has rows 0-1 of a value of four and receives its gradient from ``sources`` in turn."""
     messages = [Message("h", 0, True, source, 0) for source in sources]
     program = Program(0, tuple(Recv(m, pair_queue(0, m.source)) for m in messages))
     context: Any = SimpleNamespace(interfaces={"h": interface}, program=program)
     shared: Any = SimpleNamespace(shapes=[{"h": ((2, 1), torch.float64)}])
-    return Pieces(context, shared), messages
+    return MovedPieces(context, shared), messages
 
 
 def received(interface: Interface, sources: tuple[int, ...], arrive: tuple[int, ...]) -> torch.Tensor:
