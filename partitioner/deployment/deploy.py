@@ -35,7 +35,6 @@ from runtime.execute.execute import Executor
 from runtime.ranks.launch import init_distributed
 from runtime.ranks.meeting import Meeting
 from runtime.segment.compiled import CompileOptions, compile_options
-from runtime.segment.microbatch import microbatch_sizes
 
 logger = logging.getLogger("partitioner")
 
@@ -126,8 +125,7 @@ def deploy_plan(
     )
     if options is not None:
         with meeting.all_or_none("compile", COMPILE_SECONDS):
-            sizes = microbatch_sizes(plan.batch_size, plan.microbatches)
-            executor.warm_up(share.graph.example_shapes, sizes)
+            executor.warm_up(share.graph.example_shapes, plan.microbatch_sizes)
     place = agreed_place(data_place(plan, share.graph, executor), bool(executor.leaf_names), meeting)
     deployed = Deployed(
         plan, workload, dynamic_dims, share.graph, share.run, ranks, executor, share.state, place

@@ -12,6 +12,7 @@ from partitioner.record.checks import inconsistencies
 from partitioner.record.file import MOST_PROBLEMS
 from partitioner.record.intervals import PlanIntervals, plan_intervals
 from partitioner.record.records import PlanFields
+from runtime.segment.microbatch import microbatch_sizes
 
 
 class PlanData(PlanFields):
@@ -30,6 +31,11 @@ class PlanData(PlanFields):
     def placements(self) -> dict[str, tuple[int, ...]]:
         """Return the devices of every placed op; made anew each time."""
         return {op: stage.devices for stage in self.stages for op in stage.ops}
+
+    @property
+    def microbatch_sizes(self) -> tuple[int, ...]:
+        """The samples of each micro-batch of a whole batch."""
+        return microbatch_sizes(self.batch_size, self.microbatches)
 
     @property
     def used_devices(self) -> tuple[int, ...]:

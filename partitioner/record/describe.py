@@ -44,7 +44,6 @@ from passes.shard.couplings import couplings, said
 from passes.trace.precision import dominant_dtype, precision_notes
 from runtime.program.crossings import pieces_between
 from runtime.program.program import Backward, BackwardWeight, Forward, Program, SegmentGraph, Value
-from runtime.segment.microbatch import microbatch_sizes
 
 MOST_RUNNER_UPS = 5
 
@@ -54,7 +53,7 @@ def describe(kind: type[PlanT], graph: OpGraph, cluster: ClusterSpec, compiled: 
     request, outcome, realized = compiled.request, compiled.outcome, compiled.realized
     job, candidate = request.job, outcome.best.candidate
     recompute = _recompute(request, candidate)
-    sizes = microbatch_sizes(job.batch_size, candidate.microbatches)
+    sizes = job.sizes(candidate.microbatches)
     on_meshes = {name for own in realized.meshes.values() for item in own.sums for name in item.parameters}
     return kind(
         partitioner_version=package_version(),

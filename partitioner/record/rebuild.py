@@ -33,7 +33,6 @@ from runtime.mesh.ranks_along import all_ranks_along
 from runtime.program.members import GroupPrograms
 from runtime.program.program import Program, Segment, SegmentCost, SegmentGraph, TiedGroup, Value
 from runtime.program.relabel import RankMap, relabelled_programs, relabelled_segments
-from runtime.segment.microbatch import microbatch_sizes
 from runtime.simulate.simulate import Simulation
 
 
@@ -159,7 +158,7 @@ def simulate_plan(plan: PlanData, groups: GroupPrograms | None = None) -> Simula
             for gather in gather_collectives(stage.sharding.gathers, stage.sharding.mesh(stage.devices))
         ),
     )
-    sizes = microbatch_sizes(plan.batch_size, plan.microbatches)
+    sizes = plan.microbatch_sizes
     return simulate_step(groups, plan.cluster, step, sizes)
 
 

@@ -17,7 +17,6 @@ from passes.graph.state import colocated
 from passes.lower.lower import crossing_values, value_spec
 from passes.lower.segment import Segmentation
 from passes.lower.summarize import tied_groups
-from runtime.segment.microbatch import microbatch_sizes
 
 if TYPE_CHECKING:
     from partitioner.record.data import PlanData
@@ -86,7 +85,7 @@ def _values(plan: PlanData, graph: OpGraph, segmentation: Segmentation) -> Itera
 
 def _extents(plan: PlanData, graph: OpGraph) -> Iterator[str]:
     """Compare the shapes of values between groups of devices: from them follows who sends which piece."""
-    samples = microbatch_sizes(plan.batch_size, plan.microbatches)[0]
+    samples = plan.microbatch_sizes[0]
     sizes = {**graph.example_sizes, graph.batch.batch_symbol: samples}
     for value in plan.values if any(stage.sharding is not None for stage in plan.stages) else ():
         needed = value_spec(graph, value.name).concrete(sizes)

@@ -34,7 +34,6 @@ from passes.shard.words import FeaturePlacement
 from runtime.mesh.ranks_along import all_ranks_along
 from runtime.program.program import SegmentGraph, TiedGroup
 from runtime.schedules import SCHEDULES
-from runtime.segment.microbatch import microbatch_sizes
 
 
 @dataclass(frozen=True, eq=False)
@@ -152,6 +151,6 @@ def segments_of(
     peaks: bool = True,
 ) -> SegmentGraph:
     """The DAG of segments, with costs for the largest micro-batch; ``peaks`` as ``segment_graph`` has it."""
-    largest = microbatch_sizes(job.batch_size, candidate.microbatches)[0]
+    largest = job.sizes(candidate.microbatches)[0]
     deferring = SCHEDULES[candidate.schedule].splits_backward
     return segment_graph(graph, costs, segmentation, cluster, largest, deferring=deferring, peaks=peaks)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from cost_models.precision import Precision
+from runtime.segment.microbatch import microbatch_sizes
 
 
 @dataclass(frozen=True)
@@ -17,3 +18,7 @@ class Job:
     """Name of the optimizer whose state is budgeted, a key of ``cost_models.memory.OPTIMIZERS``."""
     precision: Precision = field(default_factory=Precision)
     """Data types of leaves, gradients and updates; the model's own unless said otherwise."""
+
+    def sizes(self, microbatches: int) -> tuple[int, ...]:
+        """Return the samples of each of so many micro-batches."""
+        return microbatch_sizes(self.batch_size, microbatches)

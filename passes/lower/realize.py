@@ -22,7 +22,6 @@ from passes.lower.segment import Segmentation, by_reach, by_stage
 from passes.lower.step import programs_for, simulate_step
 from runtime.program.members import GroupPrograms
 from runtime.program.program import Program
-from runtime.segment.microbatch import microbatch_sizes
 from runtime.simulate.simulate import Simulation
 
 
@@ -65,7 +64,7 @@ def realize(
         state_bytes=costed.step.state_bytes,
         one_queue=candidate.one_queue,
     )
-    sizes = microbatch_sizes(job.batch_size, candidate.microbatches)
+    sizes = job.sizes(candidate.microbatches)
     simulation = simulate_step(programs, cluster, costed.step, sizes)
     return Realized(**vars(costed), groups_programs=programs, simulation=simulation)
 

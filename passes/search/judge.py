@@ -27,7 +27,6 @@ from passes.search.infeasible import overflow_bytes
 from passes.timings import phase
 from runtime.program.timing import quick_makespan
 from runtime.schedules import SCHEDULES
-from runtime.segment.microbatch import microbatch_sizes
 
 MEMORY_ROUNDS = 4
 """Searches with less memory each, while what is simulated overflows: a search's memory is an estimate. By hand: no
@@ -132,7 +131,7 @@ class Judge:
 
         20 times as fast as simulating; 0 where micro-batches differ in size.
         """
-        sizes = microbatch_sizes(self.job.batch_size, candidate.microbatches)
+        sizes = self.job.sizes(candidate.microbatches)
         if sizes[0] != sizes[-1]:
             return 0.0
         return self.makespan(candidate, self.segmentation(candidate))

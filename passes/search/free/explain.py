@@ -10,7 +10,6 @@ from passes.graph.state import owning_units
 from passes.lower.candidate import anywhere
 from passes.search.explain import Way
 from passes.search.free.list_judge import ListJudge
-from runtime.segment.microbatch import microbatch_sizes
 from runtime.simulate.simulate import Simulation
 
 MOST_DEVICES = 32
@@ -66,7 +65,7 @@ def _sends_seconds(simulation: Simulation) -> float:
 
 def _computes_seconds(judge: ListJudge, ops: Collection[str], rank: int, microbatches: int) -> float:
     """Sum the seconds of ``ops`` on a device in a step."""
-    size = microbatch_sizes(judge.job.batch_size, microbatches)[0]
+    size = judge.job.sizes(microbatches)[0]
     indices = np.array([i for i, name in enumerate(judge.costs.ops) if name in ops], dtype=np.int64)
     seconds = judge.costs.segment_seconds(indices, size, judge.cluster.devices[rank])
     return microbatches * (seconds.forward + seconds.backward_input + seconds.backward_weight)
