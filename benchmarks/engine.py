@@ -3,7 +3,7 @@
     make bench              = … && python -m benchmarks.engine [--quick] [--rounds N] [--json FILE]
 
 Two worker processes (Gloo, one thread each) hold one engine on the transformer of the executor benchmark, under 1F1B. They
-take turns: ``engine.train_step(batch)``, and ``executor.train_step(leaves, microbatches, optimizer)`` of the very same
+take turns: ``engine.train_step(batch)``, and ``executor.train_step(leaves, microbatches)`` of the very same
 executor and optimizer, on leaves that were read before. A step's time is the slowest rank's from a barrier on; reported
 is the median of the paired ratios, also of a step that clips its gradients.
 """
@@ -97,7 +97,12 @@ def prepare(plan_json: str, spec: ModelSpec) -> None:
     _engines.append(engine)
     _steps["engine"] = lambda: engine.train_step(batch)
     _steps["engine, clipping"] = lambda: engine.train_step(batch, max_grad_norm=1e6)
-    _steps["executor"] = lambda: bare.train_step(leaves, plan.microbatches, engine.optimizer, weights=weights)
+
+    def bare_step() -> None:
+        bare.train_step(leaves, plan.microbatches, weights=weights)
+        engine.optimizer.step()
+
+    _steps["executor"] = bare_step
     for _ in range(2):
         for step in _steps.values():
             step()

@@ -54,14 +54,7 @@ class Ours:
         self._state = own_state(codes, task, rank).leaves
         self._batch, self._microbatches = task.batch, task.microbatches
         self._executor = Executor(
-            RankProgram(
-                task.programs[rank],
-                codes,
-                task.segments,
-                self._state,
-                task.batch_specs[rank],
-                programs=task.programs,
-            ),
+            RankProgram(task.programs, rank, codes, task.segments, self._state, task.batch_specs[rank]),
             timeout_seconds=task.timeout_seconds,
         )
 

@@ -57,12 +57,12 @@ class Ours:
         self._batch = task.batch
         self._executor = Executor(
             RankProgram(
-                task.programs[rank],
+                task.programs,
+                rank,
                 task.codes,
                 task.segments,
                 self._parameters,
                 task.spec,
-                programs=task.programs,
                 shardings=task.shardings,
             ),
             timeout_seconds=TIMEOUT_SECONDS,

@@ -2,8 +2,8 @@
 
 Loaders that shuffle by themselves on each rank are the usual reason: one rank embeds the tokens of some samples, another
 compares the result with the labels of others. What a rank was given of a batch becomes one number per tensor (a hash of
-at most SAMPLED elements), and one small all-reduce finds the largest and smallest of each. Ranks that load parts of a
-batch compare with those that load the same part.
+at most SAMPLED elements), and one small all-reduce tells every rank the numbers of all. Ranks that load parts of a batch
+compare with those that load the same part.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from runtime.ranks.collective import Collectives
 
 SAMPLED = 1 << 16
 """Elements of a tensor that are looked at, spread over all of it."""
-_NOT_HERE = -(2**63)
+_NOT_HERE = -1
 """The number that stands for a tensor that this rank was not given."""
 
 
@@ -31,14 +31,7 @@ class BatchCheck:
     """
 
     def __init__(self, names: Sequence[str], collectives: Collectives, steps: int, parts: int = 1) -> None:
-        self._names, self._collectives, self._steps = tuple(names), collectives, steps
-        self._parts = range(parts) if parts > 1 else range(0)
-        self._what = [
-            "samples",
-            "parts",
-            *self._names,
-            *(f"{name} of part {part}" for part in self._parts for name in self._names),
-        ]
+        self._names, self._collectives, self._steps, self._parts = tuple(names), collectives, steps, parts
         self._left = 0
         self.rearm()
 
@@ -54,62 +47,47 @@ class BatchCheck:
         if self._left <= 0:
             return
         self._left -= 1
-        mine: list[int | None] = [samples, None]
-        if leaves:
-            mine[1] = 1 if part is None else len(self._parts)
-        for number in (None, *self._parts):
-            for name in self._names:
-                mine.append(digest(leaves[name]) if number == part and name in leaves else None)
-        lanes = [lane for value in mine for lane in _lanes(value)]
-        found = self._reduced(lanes, dist.ReduceOp.MAX)
-        differing = [
-            at
-            for at, (highest, lowest) in enumerate(zip(found[::2], found[1::2], strict=True))
-            if highest != _NOT_HERE and highest != -lowest
-        ]
-        if differing:
-            self._refuse(mine, differing)
-
-    def _refuse(self, mine: Sequence[int | None], differing: Sequence[int]) -> None:
-        """Find out which rank has what, and say so."""
-        ranks = self._collectives.ranks
-        rows = [0] * (len(ranks) * len(mine))
-        own = dist.get_rank()
-        rows[own * len(mine) : (own + 1) * len(mine)] = [-1 if value is None else value for value in mine]
-        table = self._reduced(rows, dist.ReduceOp.SUM)
+        parts = self._parts if part is not None else 1
+        digests = [digest(leaves[name]) if name in leaves else _NOT_HERE for name in self._names]
+        whole = _NOT_HERE if part is None else part
+        rows = self._rows([samples, parts if leaves else _NOT_HERE, whole, *digests])
         because = []
-        for at in differing:
-            values = {r: table[r * len(mine) + at] for r in ranks if table[r * len(mine) + at] >= 0}
-            if at < 2:
-                counts = ", ".join(f"{count} on rank {rank}" for rank, count in values.items())
-                because.append(f"{self._what[at]}: {counts}")
-                continue
-            alike: dict[int, list[int]] = {}
-            for rank, value in values.items():
-                alike.setdefault(value, []).append(rank)
-            groups = "; another on ".join(_named(ranks) for ranks in alike.values())
-            because.append(f"{self._what[at]}: one on {groups}")
-        raise UsageError(
-            "ranks were given different batches",
-            because,
-            [
-                "engine.dataloader(dataset) loads the same batches in the same order on every rank",
-                "leave out the tensors that a rank does not read, rather than filling them with something",
-                "deploy(check_batches=0) compares nothing",
-            ],
-        )
+        for at, what in enumerate(("samples", "parts")):
+            counts = {rank: row[at] for rank, row in rows.items() if row[at] != _NOT_HERE}
+            if len(set(counts.values())) > 1:
+                because.append(
+                    f"{what}: " + ", ".join(f"{count} on rank {rank}" for rank, count in counts.items())
+                )
+        for number in sorted({row[2] for row in rows.values()}):
+            for at, name in enumerate(self._names, 3):
+                alike: dict[int, list[int]] = {}
+                for rank, row in rows.items():
+                    if row[2] == number and row[at] != _NOT_HERE:
+                        alike.setdefault(row[at], []).append(rank)
+                if len(alike) > 1:
+                    groups = "; another on ".join(map(_named, alike.values()))
+                    of_part = "" if number == _NOT_HERE else f" of part {number}"
+                    because.append(f"{name}{of_part}: one on {groups}")
+        if because:
+            raise UsageError(
+                "ranks were given different batches",
+                because,
+                [
+                    "engine.dataloader(dataset) loads the same batches in the same order on every rank",
+                    "leave out the tensors that a rank does not read, rather than filling them with something",
+                    "deploy(check_batches=0) compares nothing",
+                ],
+            )
 
-    def _reduced(self, numbers: Sequence[int], op: dist.ReduceOp.RedOpType) -> list[int]:
-        vector = torch.tensor(numbers, dtype=torch.int64, device=self._collectives.device)
-        reduced: list[int] = (
-            self._collectives.all_reduce(vector, "the comparison of batches", op).wait().tolist()
-        )
-        return reduced
-
-
-def _lanes(value: int | None) -> tuple[int, int]:
-    """Return two numbers whose maxima over ranks are the largest value and minus the smallest."""
-    return (_NOT_HERE, _NOT_HERE) if value is None else (value, -value)
+    def _rows(self, mine: Sequence[int]) -> dict[int, list[int]]:
+        """Return the numbers that each rank has."""
+        ranks = self._collectives.ranks
+        table = torch.zeros((len(ranks), len(mine)), dtype=torch.int64)
+        table[ranks.index(dist.get_rank())] = torch.tensor(mine, dtype=torch.int64)
+        summed = self._collectives.all_reduce(
+            table.to(self._collectives.device), "the comparison of batches"
+        ).wait()
+        return dict(zip(ranks, summed.tolist(), strict=True))
 
 
 def _named(ranks: Sequence[int]) -> str:

@@ -149,12 +149,12 @@ def build_share(
     )
 
     own = RankProgram(
-        programs[rank],
+        programs,
+        rank,
         code.lowered(device=str(device), only=mine),
         segments,
         state.leaves,
         code.batch_of(rank),
-        programs=programs,
         replan=lambda count: plan_programs(plan.model_copy(update={"microbatches": count}), ranks),
         shardings=state.shardings,
     )

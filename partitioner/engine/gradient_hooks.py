@@ -26,7 +26,6 @@ from cost_models.layout import Shard
 from cost_models.precision import Precision
 from passes.graph.graph import OpGraph
 from passes.trace.hook_reads import reads_own
-from runtime.mesh.sharding import Block
 from runtime.ranks.collective import Collectives
 from runtime.state.gather import pieces_of
 from runtime.state.rank_state import RankState
@@ -129,7 +128,7 @@ class GradientHooks:
             if piece.rank == self._state.rank and piece.name in own:
                 value = own[piece.name]
                 dense = value.to_dense() if value.is_sparse else value
-                Block(piece.offsets, piece.shape).of(whole).copy_(dense)
+                piece.block.of(whole).copy_(dense)
                 blocks.add_(1)
         memory = self._collectives.all_reduce(memory, f"the whole {what} of {name}").wait()
         return memory[:-1].view(shape) if memory[-1] else None

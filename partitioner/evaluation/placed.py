@@ -162,12 +162,12 @@ class PlacedEvaluation:
         constants = {name: constant.to(executor.device) for name, constant in graph.constants.items()}
         return executor.load(
             RankProgram(
-                programs[state.rank],
+                programs,
+                state.rank,
                 launched.lowered(device=str(executor.device), only=self._mine(launched.segmentation)),
                 segments,
                 {**{name: state.leaves[name] for name in names if name in state.leaves}, **constants},
                 launched.batch_of(state.rank),
-                programs=programs,
                 replan=programs_of,
             )
         )

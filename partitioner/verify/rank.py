@@ -78,7 +78,7 @@ def run_rank(task: VerificationTask) -> StepResult:
             float64_by_default() if task.double else nullcontext(),
             replaying(task.draws, segments, task.microbatches),
         ):
-            loss = executor.train_step(task.batch, task.microbatches, None, weights=task.weights)
+            loss = executor.train_step(task.batch, task.microbatches, weights=task.weights)
             sharded.collect()
             if optimizer is not None:
                 optimizer.step()
@@ -100,12 +100,12 @@ def build_rank(task: VerificationTask) -> tuple[Executor, RankState, torch.optim
     state = own_state(codes, task, rank)
     executor = Executor(
         RankProgram(
-            task.programs[rank],
+            task.programs,
+            rank,
             codes,
             task.segments,
             state.leaves,
             task.batch_specs[rank],
-            programs=task.programs,
             shardings=state.shardings,
         ),
         timeout_seconds=task.timeout_seconds,

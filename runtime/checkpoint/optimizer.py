@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from cost_models.errors import CheckpointError
 from runtime.checkpoint.storage import BlockPlace, PlacedTensors, StoredIndex
-from runtime.checkpoint.tree import decode, encode, tensor_names, written_out
+from runtime.checkpoint.tree import decode, encode, tensor_names
 
 _KEPT_OF_GROUP = ("params", "param_names")
 
@@ -59,9 +59,8 @@ class NamedOptimizer:
         groups = []
         for number, (group, names) in enumerate(zip(self.optimizer.param_groups, self._groups, strict=True)):
             options = {key: value for key, value in group.items() if key not in _KEPT_OF_GROUP}
-            data, option_tensors = encode(options, f"optimizer group {number}")
             # A learning rate may be a tensor. It goes into the record: every rank needs it.
-            data = written_out(data, option_tensors)
+            data, _ = encode(options, f"optimizer group {number}", write_out=True)
             groups.append({"options": data, "names": list(dict.fromkeys(self.places[n].name for n in names))})
         states: dict[str, Any] = {}
         tensors: dict[str, tuple[Tensor, BlockPlace]] = {}

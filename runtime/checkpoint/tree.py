@@ -23,24 +23,24 @@ from runtime.checkpoint.safetensors import DTYPE_NAMES, DTYPES
 _DICTS: Mapping[str, type[dict[Any, Any]]] = {"$dict": dict, "$ordered": OrderedDict, "$counter": Counter}
 
 
-def encode(value: Any, root: str) -> tuple[Any, dict[str, Tensor]]:
+def encode(value: Any, root: str, *, write_out: bool = False) -> tuple[Any, dict[str, Tensor]]:
     """Return ``value`` as JSON data, and its tensors by name; names start with ``root``/.
 
-    Raises CheckpointError naming every part that cannot be stored.
+    ``write_out``: its (small) tensors stand in the data as numbers, so that ``decode`` needs no table. Raises
+    CheckpointError naming every part that cannot be stored.
     """
-    tensors: dict[str, Tensor] = {}
-    problems: list[str] = []
-    data = _encode(value, root, tensors, problems, ())
-    if problems:
+    encoder = _Encoder(write_out)
+    data = encoder.data(value, root)
+    if encoder.problems:
         raise CheckpointError(
             f"{root} cannot be stored",
-            problems[:20],
+            encoder.problems[:20],
             [
                 "give numbers, texts, None, lists, tuples, dictionaries of them, and tensors",
                 "of an object, give its state_dict()",
             ],
         )
-    return data, tensors
+    return data, encoder.tensors
 
 
 def decode(data: Any, tensors: Mapping[str, Tensor]) -> Any:
@@ -66,18 +66,6 @@ def decode(data: Any, tensors: Mapping[str, Tensor]) -> Any:
     return {key: decode(item, tensors) for key, item in data.items()}
 
 
-def written_out(data: Any, tensors: Mapping[str, Tensor]) -> Any:
-    """Return ``data`` with its (small) tensors as numbers, so that ``decode`` needs no table."""
-    if isinstance(data, list):
-        return [written_out(item, tensors) for item in data]
-    if not isinstance(data, dict):
-        return data
-    if len(data) == 1 and "$tensor" in data:
-        value = tensors[data["$tensor"]]
-        return {"$values": [DTYPE_NAMES[value.dtype], encode(value.tolist(), "values")[0]]}
-    return {key: written_out(item, tensors) for key, item in data.items()}
-
-
 def tensor_names(data: Any) -> list[str]:
     """Return the names of the tensors that ``decode`` needs."""
     if isinstance(data, list):
@@ -89,46 +77,53 @@ def tensor_names(data: Any) -> list[str]:
     return [name for item in data.values() for name in tensor_names(item)]
 
 
-def _encode(
-    value: Any, path: str, tensors: dict[str, Tensor], problems: list[str], within: tuple[int, ...]
-) -> Any:
-    if value is None or isinstance(value, bool | str):
-        return value
-    if isinstance(value, int):
-        return int(value)
-    if isinstance(value, float):
-        return float(value) if math.isfinite(value) else {"$float": str(float(value))}
-    if isinstance(value, complex):
-        return {"$complex": [_encode(x, path, tensors, problems, within) for x in (value.real, value.imag)]}
-    if isinstance(value, Tensor):
-        return _encode_tensor(value, path, tensors, problems)
-    if id(value) in within:
-        problems.append(f"{path} contains itself")
-        return None
-    within = (*within, id(value))
-    if type(value) in (list, tuple, torch.Size):
-        items = [_encode(x, f"{path}/{i}", tensors, problems, within) for i, x in enumerate(value)]
-        return items if isinstance(value, list) else {"$tuple": items}
-    tag = next((tag for tag, kind in _DICTS.items() if type(value) is kind), None)
-    if tag is None:
-        problems.append(f"{path} is a {type(value).__module__}.{type(value).__qualname__}")
-        return None
-    for key in value:
-        if not isinstance(key, str | int | float | bool | None):
-            problems.append(f"{path} has a key that is a {type(key).__qualname__}")
-    plain = tag == "$dict" and all(type(key) is str and not key.startswith("$") for key in value)
-    pairs = [(k, _encode(v, f"{path}/{k}", tensors, problems, within)) for k, v in value.items()]
-    return (
-        dict(pairs) if plain else {tag: [[_encode(k, path, tensors, problems, within), v] for k, v in pairs]}
-    )
+class _Encoder:
+    """One value on its way to data: the tensors that were met, and what cannot be stored."""
 
+    def __init__(self, write_out: bool) -> None:
+        self._write_out = write_out
+        self.tensors: dict[str, Tensor] = {}
+        self.problems: list[str] = []
 
-def _encode_tensor(value: Tensor, path: str, tensors: dict[str, Tensor], problems: list[str]) -> Any:
-    if value.is_meta or value.layout != torch.strided or value.dtype not in DTYPE_NAMES:
-        problems.append(f"{path} is a {value.dtype} tensor ({value.layout}, on {value.device})")
-        return None
-    name = path
-    while name in tensors:  # the keys 1 and "1" of one dictionary
-        name += "'"
-    tensors[name] = value.detach()
-    return {"$tensor": name}
+    def data(self, value: Any, path: str, within: tuple[int, ...] = ()) -> Any:
+        """Return ``value`` as JSON data. ``within``: the containers that it is in, by ``id``."""
+        if value is None or isinstance(value, bool | str):
+            return value
+        if isinstance(value, int):
+            return int(value)
+        if isinstance(value, float):
+            return float(value) if math.isfinite(value) else {"$float": str(float(value))}
+        if isinstance(value, complex):
+            return {"$complex": [self.data(part, path) for part in (value.real, value.imag)]}
+        if isinstance(value, Tensor):
+            return self._tensor(value, path)
+        if id(value) in within:
+            self.problems.append(f"{path} contains itself")
+            return None
+        within = (*within, id(value))
+        if type(value) in (list, tuple, torch.Size):
+            items = [self.data(item, f"{path}/{i}", within) for i, item in enumerate(value)]
+            return items if isinstance(value, list) else {"$tuple": items}
+        tag = next((tag for tag, kind in _DICTS.items() if type(value) is kind), None)
+        if tag is None:
+            self.problems.append(f"{path} is a {type(value).__module__}.{type(value).__qualname__}")
+            return None
+        for key in value:
+            if not isinstance(key, str | int | float | bool | None):
+                self.problems.append(f"{path} has a key that is a {type(key).__qualname__}")
+        pairs = [(key, self.data(item, f"{path}/{key}", within)) for key, item in value.items()]
+        if tag == "$dict" and all(type(key) is str and not key.startswith("$") for key in value):
+            return dict(pairs)
+        return {tag: [[self.data(key, path, within), item] for key, item in pairs]}
+
+    def _tensor(self, value: Tensor, path: str) -> Any:
+        if value.is_meta or value.layout != torch.strided or value.dtype not in DTYPE_NAMES:
+            self.problems.append(f"{path} is a {value.dtype} tensor ({value.layout}, on {value.device})")
+            return None
+        if self._write_out:
+            return {"$values": [DTYPE_NAMES[value.dtype], self.data(value.tolist(), path)]}
+        name = path
+        while name in self.tensors:  # the keys 1 and "1" of one dictionary
+            name += "'"
+        self.tensors[name] = value.detach()
+        return {"$tensor": name}

@@ -101,9 +101,6 @@ class Binder:
         """Wait for whatever is still under way."""
         for position in range(len(self.works)):
             self.wait(position)
-        self.finish_reductions()
-
-    def finish_reductions(self) -> None:
         for reduction in self.reductions:
             self.wait(reduction.position)
             reduction.finish()
@@ -135,8 +132,8 @@ class Binder:
                 return self._recv(position, message, self.context.channels[queue])
             case ReduceGradients(queue=queue):
                 return self._reduce(position, instruction, self.context.channels[queue])
-            case OptimizerStep():
-                return self._optimizer_step
+            case OptimizerStep():  # whoever trains steps, once sums are over
+                return _nothing
 
     def _shared(self, position: int, handler: Handler) -> Handler:
         """Return ``handler``, of a compute that waits for other ranks inside, with its number set for ``SegmentWait``."""
@@ -369,11 +366,6 @@ class Binder:
 
         return run
 
-    def _optimizer_step(self) -> None:
-        if self.shared.optimizer is not None:
-            self.finish_reductions()
-            self.shared.optimizer.step()
-
     # ------------------------------------------------------------------------------------------------------
 
     def _early_sends(
@@ -385,3 +377,7 @@ class Binder:
         produced = {self.context.codes[segment].outputs[at].name: at for at in positions}
         following = following_sends(self.context.program, position, produced)
         return sends, [(at, self._posts[p]) for p, at in following]
+
+
+def _nothing() -> None:
+    """Do nothing."""

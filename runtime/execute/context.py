@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, Self
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -105,7 +105,6 @@ class Shared:
     """Gradient that each micro-batch's loss starts backward with; kept while the weights stay."""
     gradient_scale: float = 1.0
     """Factor of all gradients, not of the loss."""
-    optimizer: Any = None
     step: int = 0
     """Number of the training step: with it, the masks of dropout change."""
     first_wait: int = 0

@@ -1,11 +1,11 @@
 """Run a program: a plain loop over one rank's instructions.
 
     executor = Executor(RankProgram(program, codes, graph, state, batch_spec), device=device)
-    loss = executor.train_step(batch, microbatches=8, optimizer=optimizer)
+    loss = executor.train_step(batch, microbatches=8)
+    optimizer.step()
 
 ``train_step`` computes the gradients of this batch from zero: loss = Σ over micro-batches of weight · its loss (the
-weight is samples in it / samples in the batch, if none is given), and steps the optimizer where one is given. On
-return every communication of the step is over.
+weight is samples in it / samples in the batch, if none is given). On return every communication of the step is over.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import weakref
 from collections.abc import Container, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -47,12 +47,6 @@ _executors: weakref.WeakKeyDictionary[Any, itertools.count[int]] = weakref.WeakK
 
 _RUN = 1 << 32
 """Count of the wait numbers that one run of a program takes; the last of them is for collectives beside it."""
-
-
-class Optimizer(Protocol):
-    """An optimizer, in so far as a step needs it."""
-
-    def step(self) -> Any: ...
 
 
 class Executor:
@@ -144,23 +138,21 @@ class Executor:
         self,
         batch: Mapping[str, Tensor],
         microbatches: int,
-        optimizer: Optimizer | None = None,
         *,
         weights: Sequence[float] | None = None,
     ) -> Tensor | None:
-        """Run forward, backward and reduction of one batch; then the optimizer's step, where one is given.
+        """Run forward, backward and reduction of one batch.
 
         Returns the loss as a 0-dim tensor on ranks that compute it, else None. Gradients are left in
         ``.grad``. ``weights``: factor of each micro-batch's loss (default: its share of the samples).
         """
         cuts = Microbatches.of(self.batch_size_of(batch), microbatches, self.batch_spec.multiple)
-        return self.run_step(batch, cuts, optimizer, weights=weights).loss
+        return self.run_step(batch, cuts, weights=weights).loss
 
     def run_step(
         self,
         batch: Mapping[str, Tensor],
         microbatches: Microbatches,
-        optimizer: Optimizer | None = None,
         *,
         weights: Sequence[float] | None = None,
         gradient_scale: float = 1.0,
@@ -176,7 +168,6 @@ class Executor:
         binder, shared = self._prepare(
             self._training, True, batch, microbatches, weights, in_part, gradient_scale
         )
-        shared.optimizer = optimizer
         self._run(binder, shared)
         for runner in self._training.runners.values():
             runner.write_buffers()

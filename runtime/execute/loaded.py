@@ -61,20 +61,25 @@ class Surroundings:
 class RankProgram:
     """Everything that a rank runs of one graph: its program, and what that names."""
 
-    program: Program
-    """The program of this rank; ``program.rank`` is its rank in the group."""
+    programs: Sequence[Program]
+    """The programs of all ranks: what others do tells when a sent buffer may be freed."""
+    rank: int
+    """This rank, in the group."""
     codes: Mapping[int, SegmentCode]
     """At least the segments of this rank."""
     graph: SegmentGraph
     state: Mapping[str, Tensor]
     """Every tensor that they name: parameters, buffers and constants, on the executor's device."""
     batch_spec: BatchSpec
-    programs: Sequence[Program] | None = None
-    """All ranks' programs, where at hand; with them sent buffers are freed earlier."""
     replan: Replan | None = None
     """Makes the programs for another number of micro-batches; without it there is one number."""
     shardings: Mapping[str, Sharding] = field(default_factory=dict)
     """Shardings of the tensors that ranks have blocks of."""
+
+    @property
+    def program(self) -> Program:
+        """The program of this rank."""
+        return self.programs[self.rank]
 
 
 class SegmentWait:
@@ -158,7 +163,7 @@ class Loaded:
         self._early = {index: (early[index], sends) for index, sends in early_sends.items()}
         self.microbatches = len({i.microbatch for i in program.instructions if isinstance(i, Forward)})
         """Number that the given program is made for; 0 on a rank that computes nothing."""
-        self._programs = {self.microbatches: (program, own.programs)}
+        self._programs = {self.microbatches: own.programs}
         self._contexts: dict[tuple[bool, int], ProgramContext] = {}
         self._bound: dict[object, tuple[Binder, Shared]] = {}
         self._make_binder: MakeBinder = Binder
@@ -179,15 +184,12 @@ class Loaded:
         """Return the groups, ranks ascending, in which this rank runs bridges of ``codes`` and shares owners."""
         wanted = {(code.mesh, name) for code in codes if code.mesh for name in axes_of(code.module.graph)}
         wanted |= {(s.mesh, s.mesh.axes[axis]) for s in self.own.shardings.values() for axis, _ in s.cuts}
-        return {
-            tuple(sorted(ranks_along(mesh, name.split(JOINT), self.own.program.rank)))
-            for mesh, name in wanted
-        }
+        return {tuple(sorted(ranks_along(mesh, name.split(JOINT), self.own.rank))) for mesh, name in wanted}
 
     def _on_axes(self, code: SegmentCode) -> SegmentCode:
         """Return ``code`` with its bridges bound to process groups."""
         assert code.mesh is not None
-        around, rank = self._surroundings, self.own.program.rank
+        around, rank = self._surroundings, self.own.rank
         wait = SegmentWait(around.monitor, around.waited, on_gpu=around.device.type == "cuda")
         axes = {
             name: axis_of(code.mesh, name, rank, self._channels, wait) for name in axes_of(code.module.graph)
@@ -201,7 +203,7 @@ class Loaded:
     def axis(self, sharding: Sharding, axis: int) -> Axis:
         """Return this rank's place on the axis of a sharding along which owners are parts of leaves."""
         mesh = sharding.mesh
-        return axis_of(mesh, mesh.axes[axis], self.own.program.rank, self._channels)
+        return axis_of(mesh, mesh.axes[axis], self.own.rank, self._channels)
 
     def bound(
         self, training: bool, microbatches: Microbatches, shapes: Mapping[str, tuple[int, ...]]
@@ -230,10 +232,10 @@ class Loaded:
         key = (training, microbatches)
         if key not in self._contexts:
             around = self._surroundings
-            program, programs = self._program(microbatches)
+            programs = self._programs_for(microbatches)
             if not training:
-                program = _forwards_of(program)
-                programs = None if programs is None else [_forwards_of(p) for p in programs]
+                programs = [_forwards_of(program) for program in programs]
+            program = programs[self.own.rank]
             self._contexts[key] = ProgramContext(
                 program=program,
                 graph=self.own.graph,
@@ -253,8 +255,8 @@ class Loaded:
             )
         return self._contexts[key]
 
-    def _program(self, microbatches: int) -> tuple[Program, Sequence[Program] | None]:
-        """Return this rank's program for ``microbatches`` and, where at hand, everybody's."""
+    def _programs_for(self, microbatches: int) -> Sequence[Program]:
+        """Return all ranks' programs for ``microbatches``."""
         if self.microbatches == 0:
             return self._programs[0]
         if microbatches not in self._programs:
@@ -263,8 +265,7 @@ class Loaded:
                     f"the program is made for {self.microbatches} micro-batches, not {microbatches}",
                     suggestions=[f"call with microbatches={self.microbatches}, or plan again"],
                 )
-            programs = self.own.replan(microbatches)
-            self._programs[microbatches] = programs[self.own.program.rank], programs
+            self._programs[microbatches] = self.own.replan(microbatches)
         return self._programs[microbatches]
 
     def _bind(

@@ -55,27 +55,21 @@ def first_uses(program: Program, graph: SegmentGraph) -> dict[Message, int]:
     return uses
 
 
-def releases(
-    program: Program, graph: SegmentGraph, programs: Sequence[Program] | None
-) -> dict[int, list[int]]:
+def releases(program: Program, graph: SegmentGraph, programs: Sequence[Program]) -> dict[int, list[int]]:
     """Return, by position of a compute instruction, the positions of sends that are complete once its waits are over.
 
-    Without the other ranks' ``programs`` only a gradient is known to prove its activation received.
+    ``programs``: those of all ranks.
     """
     uses = first_uses(program, graph)
     released: dict[int, list[int]] = {}
-    proofs = {} if programs is None else {p.rank: _earliest_proofs(p, program.rank, uses) for p in programs}
-    peer_uses = {} if programs is None else {p.rank: first_uses(p, graph) for p in programs}
+    proofs = {peer.rank: _earliest_proofs(peer, program.rank, uses) for peer in programs}
+    peer_uses = {peer.rank: first_uses(peer, graph) for peer in programs}
     for position, instruction in enumerate(program.instructions):
         if not isinstance(instruction, Send):
             continue
         message = instruction.message
-        if programs is None:
-            reply = Message(message.value, message.microbatch, True, message.target, message.source)
-            proof = None if message.gradient else uses.get(reply)
-        else:
-            use = peer_uses[message.target].get(message)
-            proof = None if use is None else proofs[message.target][use]
+        use = peer_uses[message.target].get(message)
+        proof = None if use is None else proofs[message.target][use]
         if proof is not None and proof > position:
             released.setdefault(proof, []).append(position)
     return released

@@ -44,28 +44,24 @@ class StateEntry:
 
 @dataclass(frozen=True)
 class HeldPiece:
-    """The block of a tensor that ``rank`` speaks for, as ``name``: ``shape`` elements from ``offsets`` on."""
+    """The block of a tensor that ``rank`` speaks for, as ``name``."""
 
     rank: int
     name: str
-    offsets: tuple[int, ...]
-    shape: tuple[int, ...]
+    block: Block
 
 
 def pieces_of(state: RankState, name: str, shape: tuple[int, ...]) -> tuple[HeldPiece, ...]:
     """Return the blocks that make up the tensor called ``name``, and who has them; the same on every rank."""
     sharding = state.shardings.get(name) or state.elsewhere.get(name)
     if sharding is not None:
-        speakers = [rank for rank in sharding.mesh.ranks if sharding.speaks(rank)]
-        blocks = [sharding.owner_block(shape, rank) for rank in speakers]
-        return tuple(HeldPiece(r, name, b.offsets, b.shape) for r, b in zip(speakers, blocks, strict=True))
+        speakers = (rank for rank in sharding.mesh.ranks if sharding.speaks(rank))
+        return tuple(HeldPiece(rank, name, sharding.owner_block(shape, rank)) for rank in speakers)
     names = state.names_of(name)
     if names == (name,):
-        return (HeldPiece(state.holders[name][0], name, (0,) * len(shape), shape),)
-    found = [
-        HeldPiece(state.holders[n][0], n, b.offsets, b.shape) for n in names for b in [state.parts[n].block]
-    ]
-    if sum(math.prod(piece.shape) for piece in found) != math.prod(shape):
+        return (HeldPiece(state.holders[name][0], name, Block((0,) * len(shape), shape)),)
+    found = [HeldPiece(state.holders[n][0], n, state.parts[n].block) for n in names]
+    if sum(math.prod(piece.block.shape) for piece in found) != math.prod(shape):
         raise InternalError(f"the parts of {name} are not the whole of it", [f"{p.name}: {p}" for p in found])
     return tuple(found)
 
@@ -103,7 +99,7 @@ def _gathered(entry: StateEntry, state: RankState, side: SideGroup, ahead_bytes:
     pieces = pieces_of(state, entry.name, entry.shape)
     full = torch.empty(entry.shape, dtype=entry.dtype, device="cpu" if side.rank == 0 else "meta")
     for piece in pieces:
-        block = Block(piece.offsets, piece.shape).of(full)
+        block = piece.block.of(full)
         if piece.rank == side.rank:
             own = state.own(piece.name).detach()
             if side.rank == 0:
@@ -111,7 +107,7 @@ def _gathered(entry: StateEntry, state: RankState, side: SideGroup, ahead_bytes:
             else:
                 side.send(own.to("cpu", entry.dtype).contiguous(), 0, ahead_bytes=ahead_bytes)
         elif side.rank == 0:
-            received = block if block.is_contiguous() else torch.empty(piece.shape, dtype=entry.dtype)
+            received = block if block.is_contiguous() else torch.empty(piece.block.shape, dtype=entry.dtype)
             side.receive(received, piece.rank)
             if received is not block:
                 block.copy_(received)

@@ -80,7 +80,7 @@ def count_sent(task: VerificationTask) -> dict[tuple[int, int], int]:
     try:
         executor, *_ = build_rank(task)
         sent.clear()  # of what was sent to get ready
-        executor.train_step(task.batch, task.microbatches, None, weights=task.weights)
+        executor.train_step(task.batch, task.microbatches, weights=task.weights)
         executor.close()
     finally:
         setattr(dist.ProcessGroup, "send", own)  # noqa: B010

@@ -86,7 +86,8 @@ def executor_of(task: Task, timeout_seconds: float) -> tuple[Executor, RankState
     state = RankState(rank, leaves, owners, {}, holders, shardings)
     executor = Executor(
         RankProgram(
-            task.programs[rank],
+            task.programs,
+            rank,
             task.codes,
             task.segments,
             state.leaves,

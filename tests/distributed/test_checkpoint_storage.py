@@ -114,7 +114,8 @@ def gathered_from_blocks() -> bool:
 
     def pieces_of(state: RankState, name: str, shape: tuple[int, ...]) -> tuple[HeldPiece, ...]:
         return tuple(
-            HeldPiece(r, name, (0, bounds[r]), (5, bounds[r + 1] - bounds[r])) for r in state.holders[name]
+            HeldPiece(r, name, Block((0, bounds[r]), (5, bounds[r + 1] - bounds[r])))
+            for r in state.holders[name]
         )
 
     own = nn.Parameter(value(0)[:, bounds[rank] : bounds[rank + 1]].clone())

@@ -47,21 +47,12 @@ def pool() -> Iterator[WorkerPool]:
         yield workers
 
 
-def run_steps(
-    kind: str, ranks: tuple[int, ...], steps: int, send_early: bool, know_all: bool
-) -> dict[str, Any]:
+def run_steps(kind: str, ranks: tuple[int, ...], steps: int, send_early: bool) -> dict[str, Any]:
     """In a worker: some steps; the last one's loss, gradients and buffers."""
     programs = hand.programs(kind, ranks, MICROBATCHES)
     tensors = hand.state()
     executor = Executor(
-        RankProgram(
-            programs[dist.get_rank()],
-            hand.codes(),
-            hand.graph(ranks),
-            tensors,
-            hand.BATCH,
-            programs=programs if know_all else None,
-        ),
+        RankProgram(programs, dist.get_rank(), hand.codes(), hand.graph(ranks), tensors, hand.BATCH),
         timeout_seconds=20,
         send_early=send_early,
     )
@@ -115,7 +106,7 @@ def test_equals_the_unpartitioned_model(pool: WorkerPool, kind: str, world_size:
         MICROBATCHES,
         tied=[TiedGroup((hand.TIED,), tuple(sorted({ranks[0], ranks[3]})))] if ranks[0] != ranks[3] else [],
     )
-    results = pool.run(run_steps, kind, ranks, 2, True, True, world_size=world_size, timeout_seconds=60)
+    results = pool.run(run_steps, kind, ranks, 2, True, world_size=world_size, timeout_seconds=60)
     assert_equal_to_reference(results)
 
 
@@ -123,14 +114,14 @@ def test_equals_the_unpartitioned_model(pool: WorkerPool, kind: str, world_size:
     ("kind", "ranks"), [("interleaved", (0, 1, 0, 1)), ("zb-v", (0, 1, 1, 0)), ("list", (1, 0, 1, 1))]
 )
 def test_several_chunks_per_rank(pool: WorkerPool, kind: str, ranks: tuple[int, ...]) -> None:
-    results = pool.run(run_steps, kind, ranks, 1, True, True, world_size=2, timeout_seconds=60)
+    results = pool.run(run_steps, kind, ranks, 1, True, world_size=2, timeout_seconds=60)
     assert_equal_to_reference(results)
 
 
 @pytest.mark.parametrize("kind", ["1f1b", "zb-h1"])
 @pytest.mark.parametrize("send_early", [False, True])
 def test_published_orders(pool: WorkerPool, kind: str, send_early: bool) -> None:
-    results = pool.run(run_steps, kind, PLACEMENTS[4], 1, send_early, False, timeout_seconds=60)
+    results = pool.run(run_steps, kind, PLACEMENTS[4], 1, send_early, timeout_seconds=60)
     assert_equal_to_reference(results)
 
 
@@ -192,7 +183,7 @@ def run_unusual() -> tuple[float | None, Tensor | None]:
     state = {"w": torch.nn.Parameter(torch.tensor([1.0, -2.0, 0.5], dtype=torch.float64))}
     batch = BatchSpec({"x": 0}, hand.B, {hand.B: ("x", 0)})
     executor = Executor(
-        RankProgram(programs[dist.get_rank()], codes, graph, state, batch), timeout_seconds=20
+        RankProgram(programs, dist.get_rank(), codes, graph, state, batch), timeout_seconds=20
     )
     loss = executor.train_step({"x": torch.arange(15, dtype=torch.float64).view(5, 3)}, 3)
     executor.close()
@@ -221,12 +212,15 @@ def train_and_evaluate(ranks: tuple[int, ...]) -> dict[str, Any]:
     programs = hand.programs("1f1b", ranks, MICROBATCHES)
     state = hand.state()
     executor = Executor(
-        RankProgram(programs[rank], hand.codes(), hand.graph(ranks), state, hand.BATCH), timeout_seconds=20
+        RankProgram(programs, rank, hand.codes(), hand.graph(ranks), state, hand.BATCH), timeout_seconds=20
     )
     mine = [t for n, t in state.items() if t.requires_grad and n in HELD[rank]]
     optimizer = torch.optim.SGD(mine, lr=0.05, momentum=0.9)
-    losses = [executor.train_step(hand.batch(SAMPLES), MICROBATCHES, optimizer) for _ in range(2)]
-    loaded = executor.load(RankProgram(programs[rank], hand.codes(), hand.graph(ranks), state, hand.BATCH))
+    losses = []
+    for _ in range(2):
+        losses.append(executor.train_step(hand.batch(SAMPLES), MICROBATCHES))
+        optimizer.step()
+    loaded = executor.load(RankProgram(programs, rank, hand.codes(), hand.graph(ranks), state, hand.BATCH))
     evaluation = executor.evaluate(hand.batch(8, seed=5), Microbatches.of(8, MICROBATCHES), loaded=loaded)
     executor.unload(loaded)
     with pytest.raises(UsageError, match="made for 4 micro-batches"):
@@ -274,7 +268,7 @@ def network_policies_with_an_executor() -> tuple[int, list[int]]:
     programs = hand.programs("forward-backward", (0, 0, 1, 1), MICROBATCHES)
     executor = Executor(
         RankProgram(
-            programs[dist.get_rank()], hand.codes(), hand.graph((0, 0, 1, 1)), hand.state(), hand.BATCH
+            programs, dist.get_rank(), hand.codes(), hand.graph((0, 0, 1, 1)), hand.state(), hand.BATCH
         )
     )
     executor.close()
@@ -304,7 +298,7 @@ def test_dropout_is_reproducible_in_one_process_without_a_process_group() -> Non
     x = {"x": torch.arange(40.0).view(20, 2)}
 
     def losses(seed: int, draws: int) -> list[float]:
-        executor = Executor(RankProgram(program, {0: code}, graph, {}, batch), seed=seed)
+        executor = Executor(RankProgram((program,), 0, {0: code}, graph, {}, batch), seed=seed)
         torch.rand(draws)  # what else the rank draws does not matter
         found = [executor.train_step(x, 2) for _ in range(2)]
         executor.close()

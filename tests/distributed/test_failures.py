@@ -28,7 +28,8 @@ LIMIT_SECONDS = 3.0
 def made_executor(timeout_seconds: float) -> Executor:
     return Executor(
         RankProgram(
-            hand.programs("list", RANKS, MICROBATCHES)[dist.get_rank()],
+            hand.programs("list", RANKS, MICROBATCHES),
+            dist.get_rank(),
             hand.codes(),
             hand.graph(RANKS),
             hand.state(),

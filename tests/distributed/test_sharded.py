@@ -100,7 +100,7 @@ def run_task(task: Task) -> dict[str, Any]:
     state = rank_state(task, rank)
     executor = Executor(
         RankProgram(
-            task.programs[rank], task.codes, task.segments, state.leaves, task.spec, shardings=task.shardings
+            task.programs, rank, task.codes, task.segments, state.leaves, task.spec, shardings=task.shardings
         ),
         timeout_seconds=20,
     )
@@ -488,7 +488,7 @@ def drop(task: Task) -> list[Tensor | None]:
     """In a worker: the gradients of some steps."""
     state = rank_state(task, dist.get_rank())
     executor = Executor(
-        RankProgram(task.programs[state.rank], task.codes, task.segments, state.leaves, task.spec),
+        RankProgram(task.programs, state.rank, task.codes, task.segments, state.leaves, task.spec),
         timeout_seconds=20,
         seed=7,
     )

@@ -42,7 +42,7 @@ def step_without(task: Task, absent: int) -> None:
     state = rank_state(task, rank)
     executor = Executor(
         RankProgram(
-            task.programs[rank], task.codes, task.segments, state.leaves, task.spec, shardings=task.shardings
+            task.programs, rank, task.codes, task.segments, state.leaves, task.spec, shardings=task.shardings
         ),
         timeout_seconds=LIMIT_SECONDS,
     )

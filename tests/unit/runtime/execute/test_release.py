@@ -72,11 +72,6 @@ def test_releases_with_all_programs() -> None:
     assert releases(ONE_F_ONE_B[1], GRAPH, ONE_F_ONE_B) == {5: [3]}
 
 
-def test_alone_only_a_gradient_proves_its_activation_received() -> None:
-    assert releases(ONE_F_ONE_B[0], GRAPH, None) == {3: [1], 7: [5]}
-    assert releases(ONE_F_ONE_B[1], GRAPH, None) == {}
-
-
 def test_a_message_sent_before_ours_was_used_proves_nothing() -> None:
     """The second activation leaves before the first gradient is used, so it does not prove it received."""
     programs = (
