@@ -14,8 +14,8 @@ from partitioner.models.as_graph import as_graph
 from partitioner.plan import Plan
 from partitioner.verify.rank import VerificationTask, own_state
 from passes.graph.graph import OpGraph
+from runtime.execute.context import RankProgram
 from runtime.execute.execute import Executor
-from runtime.execute.loaded import RankProgram
 
 RANKS = 2
 

@@ -20,8 +20,8 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.sharded_models import COLUMNS, RANKS, ROWS, BlockSpec, ShardedTask
+from runtime.execute.context import RankProgram
 from runtime.execute.execute import Executor
-from runtime.execute.loaded import RankProgram
 
 TOLERANCE = 1e-4
 """Largest difference of two gradients as a share of the largest entry: float32 sums in another order."""

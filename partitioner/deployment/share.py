@@ -31,7 +31,7 @@ from passes.lower.segment import Segmentation
 from passes.lower.summarize import state_names_of_segments
 from passes.trace.init_state import values_of
 from passes.trace.precision import check_precision
-from runtime.execute.loaded import RankProgram
+from runtime.execute.context import RankProgram
 from runtime.mesh.sharding import Block, Sharding
 from runtime.program.relabel import RankMap
 from runtime.ranks.meeting import Meeting

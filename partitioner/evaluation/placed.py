@@ -36,9 +36,10 @@ from passes.shard.shard import shard_graph
 from passes.shard.words import FeaturePlacement, Placements
 from passes.split.split import Split
 from runtime.check.check import check
+from runtime.execute.context import RankProgram
 from runtime.execute.execute import Executor
 from runtime.execute.gather_outputs import OutputPlace
-from runtime.execute.loaded import Loaded, RankProgram
+from runtime.execute.loaded import Loaded
 from runtime.program.program import Program
 from runtime.program.relabel import RankMap, relabelled_programs, relabelled_segments
 from runtime.segment.microbatch import microbatch_sizes

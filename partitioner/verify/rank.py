@@ -13,8 +13,8 @@ from cost_models.precision import ParameterPrecision
 from partitioner.engine.optimizers import make_optimizer
 from partitioner.verify.compare import StepResult
 from passes.evaluate.float64 import float64_by_default
+from runtime.execute.context import RankProgram
 from runtime.execute.execute import Executor
-from runtime.execute.loaded import RankProgram
 from runtime.measure.record import Note, take_notes
 from runtime.mesh.sharding import Sharding
 from runtime.ops.replay import Draws, replaying

@@ -52,13 +52,13 @@ class Binder:
         self.context, self.shared = context, shared
         instructions = context.program.instructions
         count = shared.microbatches
-        self.leaves: list[Tensor | None] = [None] * (len(context.graph.values) * count)
+        self.leaves: list[Tensor | None] = [None] * (len(context.own.graph.values) * count)
         self.outgoing: list[Tensor | None] = [None] * len(self.leaves)
         self.works: list[Any] = [None] * len(instructions)
         self.arrived: list[Tensor | None] = [None] * len(instructions)
         self.reductions: list[GradientReduction] = []
-        self._on_gpu = context.device.type == "cuda"
-        self._timeout = timedelta(seconds=context.monitor.wait_seconds)
+        self._on_gpu = context.around.device.type == "cuda"
+        self._timeout = timedelta(seconds=context.around.monitor.wait_seconds)
         self._pieces = MovedPieces(context, shared)
         self._at = positions(context, self._pieces, self.slot)
         self._posts: dict[int, PostTensor] = {
@@ -71,11 +71,11 @@ class Binder:
             instructions,
             self.handlers,
             self.reductions,
-            context.graph,
-            lambda segment: context.codes[segment].held,
+            context.own.graph,
+            lambda segment: context.own.codes[segment].held,
         )
         for p, instruction in enumerate(instructions):
-            if isinstance(instruction, Compute) and context.codes[instruction.segment].mesh is not None:
+            if isinstance(instruction, Compute) and context.own.codes[instruction.segment].mesh is not None:
                 self.handlers[p] = self._shared(p, self.handlers[p])
 
     def slot(self, value: str, microbatch: int) -> int:
@@ -87,11 +87,11 @@ class Binder:
         if work is None:
             return
         self.works[position] = None
-        monitor = self.context.monitor
+        monitor = self.context.around.monitor
         monitor.waiting = number = self.shared.first_wait + position
         if self._on_gpu:
             work.wait()  # the stream waits, not this thread; with a time limit, the thread would
-            self.context.waited.append((number, work))
+            self.context.around.waited.append((number, work))
         else:
             work.wait(self._timeout)
         monitor.waiting = -1
@@ -137,7 +137,7 @@ class Binder:
 
     def _shared(self, position: int, handler: Handler) -> Handler:
         """Return ``handler``, of a compute that waits for other ranks inside, with its number set for ``SegmentWait``."""
-        monitor, shared = self.context.monitor, self.shared
+        monitor, shared = self.context.around.monitor, self.shared
 
         def run() -> None:
             monitor.running = shared.first_wait + position
@@ -156,7 +156,7 @@ class Binder:
             self.outgoing,
             self.wait,
         )
-        code, runner = context.codes[segment], context.runners[segment]
+        code, runner = context.own.codes[segment], context.runners[segment]
         training, forward = context.training, runner.forward
         waits = self._at.waits_at.get(position, [])
         pieces = [shared.pieces[name] for name in runner.leaf_names]
@@ -174,7 +174,7 @@ class Binder:
             training=training,
         )
         check = shape_check(code, shared.shapes[microbatch])
-        seeded = context.seeded.run if code.random else None
+        seeded = context.around.seeded.run if code.random else None
         early, early_queue = self._early_sends(position, segment)
 
         def run() -> None:
@@ -230,7 +230,7 @@ class Binder:
         waits = self._at.waits_at.get(position, [])
         roots: list[tuple[int, list[int]] | None] = []
         for at in self.context.runners[segment].root_positions:
-            output = self.context.codes[segment].outputs[at]
+            output = self.context.own.codes[segment].outputs[at]
             if output.kind == "loss":
                 roots.append(None)
                 continue
@@ -283,7 +283,7 @@ class Binder:
         tag, peer, post = self._tag(message), channel.rank_in_group[message.target], channel.group.send
         piece = self._pieces.of(message, message.target)
         is_complex = self.shared.shapes[message.microbatch][message.value][1].is_complex
-        works, monitor, shared = self.works, self.context.monitor, self.shared
+        works, monitor, shared = self.works, self.context.around.monitor, self.shared
 
         def run(tensor: Tensor) -> None:
             if piece is not None:
@@ -325,8 +325,8 @@ class Binder:
         held, at = (self.leaves, slot)
         if message.gradient:
             held, at = self.arrived, self._pieces.keeper(position, message)
-        device, is_complex = self.context.device, dtype.is_complex
-        monitor, shared, pieces = self.context.monitor, self.shared, self._pieces
+        device, is_complex = self.context.around.device, dtype.is_complex
+        monitor, shared, pieces = self.context.around.monitor, self.shared, self._pieces
         piece = pieces.of(message, message.source)
 
         def run() -> None:
@@ -345,7 +345,7 @@ class Binder:
 
     def _reduce(self, position: int, instruction: ReduceGradients, channel: Channel) -> Handler:
         context = self.context
-        leaves = {name: context.state[name] for name in instruction.parameters}
+        leaves = {name: context.own.state[name] for name in instruction.parameters}
         reduction = GradientReduction(position, leaves, context.sums, context.fresh)
         if instruction.scattered:
             dims, axis = context.scattered(instruction)
@@ -374,7 +374,7 @@ class Binder:
         if segment not in self.context.early:
             return None, []
         positions, sends = self.context.early[segment]
-        produced = {self.context.codes[segment].outputs[at].name: at for at in positions}
+        produced = {self.context.own.codes[segment].outputs[at].name: at for at in positions}
         following = following_sends(self.context.program, position, produced)
         return sends, [(at, self._posts[p]) for p, at in following]
 

@@ -7,10 +7,10 @@ Sums are made in float64, whatever the model computes in.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -26,35 +26,72 @@ from runtime.program.program import Message, Program, ReduceGradients, SegmentGr
 from runtime.ranks.collective import Waited
 from runtime.ranks.failure import FailureMonitor
 from runtime.ranks.groups import Channel
-from runtime.segment.code import Interface, SegmentCode
+from runtime.segment.code import BatchSpec, Interface, SegmentCode
+from runtime.segment.compiled import CompileOptions
 from runtime.segment.runner import SegmentRunner
+
+Replan = Callable[[int], Sequence[Program]]
+"""Function from a number of micro-batches to all ranks' programs for it."""
+
+
+@dataclass(frozen=True)
+class Surroundings:
+    """The things that all graphs of an executor share."""
+
+    device: torch.device
+    group: Any
+    monitor: FailureMonitor
+    waited: Waited
+    seeded: Seeded
+    timeout_seconds: float
+    compile: CompileOptions | None = None
+
+
+@dataclass(frozen=True)
+class RankProgram:
+    """Everything that a rank runs of one graph: its program, and what that names."""
+
+    programs: Sequence[Program]
+    """The programs of all ranks: what others do tells when a sent buffer may be freed."""
+    rank: int
+    """This rank, in the group."""
+    codes: Mapping[int, SegmentCode]
+    """At least the segments of this rank."""
+    graph: SegmentGraph
+    state: Mapping[str, Tensor]
+    """Every tensor that they name: parameters, buffers and constants, on the executor's device."""
+    batch_spec: BatchSpec
+    replan: Replan | None = None
+    """Makes the programs for another number of micro-batches; without it there is one number."""
+    shardings: Mapping[str, Sharding] = field(default_factory=dict)
+    """Shardings of the tensors that ranks have blocks of."""
+
+    @property
+    def program(self) -> Program:
+        """The program of this rank."""
+        return self.programs[self.rank]
 
 
 @dataclass(frozen=True)
 class ProgramContext:
     """The things that stay the same for every batch shape."""
 
+    own: RankProgram
+    around: Surroundings
     program: Program
-    graph: SegmentGraph
-    codes: Mapping[int, SegmentCode]
+    """The program of this rank for a number of micro-batches, in training or in evaluation."""
     runners: Mapping[int, SegmentRunner]
     channels: Mapping[str, Channel]
-    state: Mapping[str, Tensor]
-    device: torch.device
-    monitor: FailureMonitor
     released: Mapping[int, list[int]]
-    seeded: Seeded
     early: Mapping[int, tuple[tuple[int, ...], EarlySends]]
     """Outputs that each segment can send early, and their sender."""
-    training: bool
-    waited: Waited
-    shardings: Mapping[str, Sharding] = field(default_factory=dict)
-    sums: Sums = field(default_factory=dict)
+    sums: Sums
     """Parts of gradients' sums that scattering reductions leave, by parameter."""
+    training: bool
 
     def scattered(self, reduction: ReduceGradients) -> tuple[dict[str, int], Axis]:
         """Return the dimension along which a scattering reduction cuts each parameter, and the axis of its ranks."""
-        of = {name: self.shardings[name] for name in reduction.parameters}
+        of = {name: self.own.shardings[name] for name in reduction.parameters}
         first = next(iter(of.values()))
         at = axis_among(first, reduction.ranks, self.program.rank)
         axis = axis_of(first.mesh, first.mesh.axes[at], self.program.rank, self.channels)
@@ -65,7 +102,7 @@ class ProgramContext:
         """Parameters whose gradients on this rank are in memory of their own."""
         found: dict[str, bool] = {}
         for index in self.runners:
-            code = self.codes[index]
+            code = self.own.codes[index]
             fresh = code.fresh
             for name in code.held:
                 found[name] = found.get(name, True) and name in fresh
@@ -74,16 +111,16 @@ class ProgramContext:
     @cached_property
     def interfaces(self) -> Mapping[str, Interface]:
         """The layouts on both sides of the values that go in pieces."""
-        return {name: way for index in self.runners for name, way in self.codes[index].interfaces.items()}
+        return {name: way for index in self.runners for name, way in self.own.codes[index].interfaces.items()}
 
     @cached_property
     def value_numbers(self) -> Mapping[str, int]:
         """Number of each value, the same on every rank, so that tags agree."""
-        return {value.name: number for number, value in enumerate(self.graph.values)}
+        return {value.name: number for number, value in enumerate(self.own.graph.values)}
 
     @cached_property
     def first_uses(self) -> Mapping[Message, int]:
-        return first_uses(self.program, self.graph)
+        return first_uses(self.program, self.own.graph)
 
 
 @dataclass

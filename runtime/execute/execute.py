@@ -25,8 +25,8 @@ from torch import Tensor
 from cost_models.errors import InternalError, UsageError
 from cost_models.host import keep_freed_memory
 from runtime.execute.bind import Binder
-from runtime.execute.context import Shared, StepSums
-from runtime.execute.loaded import Loaded, MakeBinder, RankProgram, Surroundings
+from runtime.execute.context import RankProgram, Shared, StepSums, Surroundings
+from runtime.execute.loaded import Loaded, MakeBinder
 from runtime.mesh.sharding import block_of
 from runtime.ops.random import Seeded
 from runtime.program.program import Recv, Send
@@ -340,6 +340,6 @@ class Executor:
             return [peer], str(instruction)
         ranks = getattr(instruction, "ranks", ())
         if hasattr(instruction, "segment"):  # collectives inside of it
-            ranks = self._active.context.graph.segments[instruction.segment].ranks
+            ranks = self._active.context.own.graph.segments[instruction.segment].ranks
         others = [r for r in ranks if r != self.program.rank]
         return others or [self.program.rank], str(instruction)

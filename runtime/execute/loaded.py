@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
@@ -16,70 +16,26 @@ from torch import Tensor
 
 from cost_models.errors import UsageError
 from runtime.execute.bind import Binder
-from runtime.execute.context import ProgramContext, Shared
+from runtime.execute.context import ProgramContext, RankProgram, Shared, Surroundings
 from runtime.execute.early_sends import EarlySends, early_outputs
 from runtime.execute.release import releases
 from runtime.mesh.axis import Axis
 from runtime.mesh.ranks_along import JOINT, axis_of, ranks_along
 from runtime.mesh.sharding import Sharding
 from runtime.ops.bridges import axes_of, bind
-from runtime.ops.random import Seeded
-from runtime.program.program import BackwardInput, Forward, Program, Recv, SegmentGraph, Send
+from runtime.program.program import BackwardInput, Forward, Program, Recv, Send
 from runtime.ranks.collective import Waited
 from runtime.ranks.failure import FailureMonitor
 from runtime.ranks.groups import create_channels
-from runtime.segment.code import BatchSpec, SegmentCode
-from runtime.segment.compiled import CompileOptions
+from runtime.segment.code import SegmentCode
 from runtime.segment.microbatch import Microbatches, symbol_sizes
 from runtime.segment.runner import SegmentRunner
 
 _MOST_SHAPES = 32
 """Number of batch shapes whose handlers are kept; the oldest go first."""
 
-Replan = Callable[[int], Sequence[Program]]
-"""Function from a number of micro-batches to all ranks' programs for it."""
-
-
 MakeBinder = Callable[[ProgramContext, Shared], Binder]
 """Function that makes the handlers of a program for one batch shape."""
-
-
-@dataclass(frozen=True)
-class Surroundings:
-    """The things that all graphs of an executor share."""
-
-    device: torch.device
-    group: Any
-    monitor: FailureMonitor
-    waited: Waited
-    seeded: Seeded
-    timeout_seconds: float
-    compile: CompileOptions | None = None
-
-
-@dataclass(frozen=True)
-class RankProgram:
-    """Everything that a rank runs of one graph: its program, and what that names."""
-
-    programs: Sequence[Program]
-    """The programs of all ranks: what others do tells when a sent buffer may be freed."""
-    rank: int
-    """This rank, in the group."""
-    codes: Mapping[int, SegmentCode]
-    """At least the segments of this rank."""
-    graph: SegmentGraph
-    state: Mapping[str, Tensor]
-    """Every tensor that they name: parameters, buffers and constants, on the executor's device."""
-    batch_spec: BatchSpec
-    replan: Replan | None = None
-    """Makes the programs for another number of micro-batches; without it there is one number."""
-    shardings: Mapping[str, Sharding] = field(default_factory=dict)
-    """Shardings of the tensors that ranks have blocks of."""
-
-    @property
-    def program(self) -> Program:
-        """The program of this rank."""
-        return self.programs[self.rank]
 
 
 class SegmentWait:
@@ -231,27 +187,20 @@ class Loaded:
         """Return everything about a program for ``microbatches``, kept for the next batch."""
         key = (training, microbatches)
         if key not in self._contexts:
-            around = self._surroundings
             programs = self._programs_for(microbatches)
             if not training:
                 programs = [_forwards_of(program) for program in programs]
             program = programs[self.own.rank]
             self._contexts[key] = ProgramContext(
-                program=program,
-                graph=self.own.graph,
-                codes=self.own.codes,
-                runners=self.runners,
-                channels=self._channels,
-                state=self.own.state,
-                device=around.device,
-                monitor=around.monitor,
-                released=releases(program, self.own.graph, programs),
-                seeded=around.seeded,
-                early=self._early,
-                training=training,
-                waited=around.waited,
-                shardings=self.own.shardings,
-                sums=self.sums,
+                self.own,
+                self._surroundings,
+                program,
+                self.runners,
+                self._channels,
+                releases(program, self.own.graph, programs),
+                self._early,
+                self.sums,
+                training,
             )
         return self._contexts[key]
 

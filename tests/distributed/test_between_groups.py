@@ -25,8 +25,8 @@ from passes.lower.placed_graph import on_meshes
 from passes.lower.realize import realize
 from passes.trace.trace import trace
 from runtime.check.check import check
+from runtime.execute.context import RankProgram
 from runtime.execute.execute import Executor
-from runtime.execute.loaded import RankProgram
 from runtime.mesh.sharding import Sharding
 from runtime.program.program import Program, SegmentGraph
 from runtime.ranks.launch import WorkerPool

@@ -14,8 +14,8 @@ from torch import Tensor, fx
 
 from cost_models.errors import UsageError
 from runtime.check.check import check
+from runtime.execute.context import RankProgram
 from runtime.execute.execute import Executor
-from runtime.execute.loaded import RankProgram
 from runtime.program.order import build_programs
 from runtime.program.program import (
     Backward,

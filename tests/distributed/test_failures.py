@@ -14,8 +14,8 @@ import pytest
 import torch.distributed as dist
 
 from cost_models.errors import RankFailureError
+from runtime.execute.context import RankProgram
 from runtime.execute.execute import Executor
-from runtime.execute.loaded import RankProgram
 from runtime.ranks.launch import WorkerError, WorkerPool, spawn_local
 from tests.distributed import hand_model as hand
 from tests.support.matrix import thinned

@@ -31,9 +31,9 @@ from passes.shard.state import gradient_sums, shardings
 from passes.shard.traffic import traffic
 from passes.trace.trace import trace
 from runtime.check.check import check
+from runtime.execute.context import RankProgram
 from runtime.execute.execute import Executor
 from runtime.execute.gradient_norm import global_norm, gradients_of
-from runtime.execute.loaded import RankProgram
 from runtime.execute.reduce import GradientReduction
 from runtime.mesh.axis import Axis
 from runtime.mesh.sharding import Sharding

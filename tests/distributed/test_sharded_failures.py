@@ -13,8 +13,8 @@ from cost_models.errors import RankFailureError
 from cost_models.layout import Mesh
 from cost_models.precision import Precision
 from passes.evaluate.float64 import float64_by_default
+from runtime.execute.context import RankProgram
 from runtime.execute.execute import Executor
-from runtime.execute.loaded import RankProgram
 from runtime.ranks.launch import WorkerError, WorkerPool
 from runtime.state.step_precision import StepPrecision
 from tests.distributed.sharded_models import COLUMN_ROW, ZERO1, Mlp, mlp_batch
