@@ -41,13 +41,11 @@ class Counted:
     """Stand-ins of the right sizes, for a rank that reads nothing."""
 
     def __init__(self, order: BatchOrder, place: DataPlace, graph: OpGraph) -> None:
-        # The real order is left out: it costs memory, and a sampler of the user's may look at the data.
-        self._order = BatchOrder(order.length, order.batch_size, drop_last=order.drop_last)
-        self._place, self._graph = place, graph
+        self._order, self._place, self._graph = order, place, graph
 
     def __call__(self, epoch: int, first: int) -> Iterator[AbsentBatch]:
-        for draw in self._order.draws(epoch, first):
-            samples = len(draw.indices)
+        # Counted, not drawn: an order costs memory, and a sampler of the user's may look at the data.
+        for samples in map(self._order.samples, range(first, len(self._order))):
             yield AbsentBatch(samples, self._graph, in_parts=bool(self._place.sizes(samples)))
 
 

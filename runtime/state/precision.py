@@ -14,8 +14,7 @@ in one type and the optimizer reads another.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
@@ -49,30 +48,34 @@ def gradient_dtype(leaf: Tensor) -> torch.dtype:
     return leaf.dtype if leaf.grad_dtype is None else leaf.grad_dtype
 
 
-def cast_gradients(owners: Iterable[nn.Parameter]) -> None:
-    """Cast gradients to the owners' types, one parameter at a time."""
-    for owner in owners:
-        if owner.grad is not None and owner.grad.dtype != owner.dtype:
-            owner.grad = owner.grad.to(owner.dtype)
+class ApartOwners:
+    """The ``owners`` of a rank that are not the leaves that its graphs read."""
+
+    owners: Sequence[nn.Parameter] = ()
+
+    def collect(self) -> None:
+        """Hand every owner the gradient that its leaf has summed, after backward."""
+        raise NotImplementedError
+
+    def cast_gradients(self) -> None:
+        """Cast gradients to the owners' types, one parameter at a time, before an optimizer steps."""
+        for owner in self.owners:
+            if owner.grad is not None and owner.grad.dtype != owner.dtype:
+                owner.grad = owner.grad.to(owner.dtype)
+
+    def publish(self) -> None:
+        """Give leaves their owners' values, after owners changed (a step, a loaded checkpoint)."""
+        raise NotImplementedError
+
+    def attach(self, optimizer: torch.optim.Optimizer) -> None:
+        """Cast and publish around every ``optimizer.step()``, whoever calls it."""
+        if self.owners:
+            optimizer.register_step_pre_hook(lambda *_: self.cast_gradients())
+            optimizer.register_step_post_hook(lambda *_: self.publish())
 
 
-def around_steps(
-    optimizer: torch.optim.Optimizer, before: Callable[[], None], after: Callable[[], None]
-) -> None:
-    """Call ``before`` and ``after`` around every ``optimizer.step()``, whoever calls it."""
-
-    def on_start(_: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        before()
-
-    def on_end(_: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        after()
-
-    optimizer.register_step_pre_hook(on_start)
-    optimizer.register_step_post_hook(on_end)
-
-
-class LeavesAndOwners:
-    """The parameters of a rank whose leaf is not their owner."""
+class LeavesAndOwners(ApartOwners):
+    """The parameters whose leaf is as large as its owner."""
 
     def __init__(self, state: RankState) -> None:
         self._pairs = tuple(
@@ -80,26 +83,16 @@ class LeavesAndOwners:
             for name, owner in state.parameters.items()
             if (leaf := state.leaves.get(name, owner)) is not owner and leaf.shape == owner.shape
         )
+        self.owners = [owner for _, owner in self._pairs]
         self._copies = tuple(
             (leaf.detach(), owner) for leaf, owner in self._pairs if leaf.dtype != owner.dtype
         )
 
     def collect(self) -> None:
-        """Hand every owner the gradient that its leaf has summed, after backward."""
         for leaf, owner in self._pairs:
             owner.grad, leaf.grad = leaf.grad, None
 
-    def cast_gradients(self) -> None:
-        """Cast owners' gradients to the owners' types, before an optimizer steps."""
-        cast_gradients(owner for _, owner in self._pairs)
-
     def publish(self) -> None:
-        """Copy owners' values to their leaves, after owners changed (a step, a loaded checkpoint)."""
         with torch.no_grad():
             for leaf, owner in self._copies:
                 leaf.copy_(owner)
-
-    def attach(self, optimizer: torch.optim.Optimizer) -> None:
-        """Cast and publish around every ``optimizer.step()``, whoever calls it."""
-        if self._pairs:
-            around_steps(optimizer, self.cast_gradients, self.publish)

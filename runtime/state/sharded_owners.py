@@ -21,7 +21,7 @@ from runtime.mesh.axis import Axis
 from runtime.mesh.ranks_along import ranks_along
 from runtime.mesh.sharding import Sharding
 from runtime.ranks.collective import Collectives
-from runtime.state.precision import around_steps, cast_gradients, leaf_and_owner
+from runtime.state.precision import ApartOwners, leaf_and_owner
 from runtime.state.rank_state import RankState
 
 AxisNamed = Callable[[Sharding, int], Axis]
@@ -43,8 +43,8 @@ def sharded_leaf_and_owner(
     return leaf, owner
 
 
-class ShardedOwners:
-    """The parameters of a rank whose owner is a part of their leaf. ``sums``: what reductions have left, by name."""
+class ShardedOwners(ApartOwners):
+    """The parameters whose owner is a part of their leaf. ``sums``: what reductions have left, by name."""
 
     def __init__(
         self,
@@ -60,13 +60,10 @@ class ShardedOwners:
             for name, sharding in state.shardings.items()
             if name in state.parameters and sharding.cuts
         }
+        self.owners = list(self._owners.values())
         self._by_cuts = _alike(state, self._owners)
 
-    def __bool__(self) -> bool:
-        return bool(self._owners)
-
     def collect(self) -> None:
-        """Hand every owner its gradient, after backward and its sums."""
         for name, owner in self._owners.items():
             sharding, leaf = self._state.shardings[name], self._state.leaves[name]
             summed = self._sums.pop(name, None)
@@ -81,10 +78,6 @@ class ShardedOwners:
                     memory_format=torch.contiguous_format
                 )
             leaf.grad = None
-
-    def cast_gradients(self) -> None:
-        """Cast gradients to the owners' types, before an optimizer steps."""
-        cast_gradients(self._owners.values())
 
     def publish(self) -> None:
         """Gather owners' values in their leaves, after owners changed. Collective; one all-gather per bucket and cut.
@@ -101,11 +94,6 @@ class ShardedOwners:
                     _finish(under_way.popleft())
             while under_way:
                 _finish(under_way.popleft())
-
-    def attach(self, optimizer: torch.optim.Optimizer) -> None:
-        """Cast and publish around every ``optimizer.step()``, whoever calls it."""
-        if self._owners:
-            around_steps(optimizer, self.cast_gradients, self.publish)
 
     def _gather(self, names: tuple[str, ...]) -> Iterator[None]:
         """Fill leaves of parameters that are cut alike, innermost cut first. Yields while a gather is under way."""

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from cost_models.errors import CheckpointError
 from cost_models.precision import Precision
 from runtime.ranks.collective import Collectives
-from runtime.state.precision import LeavesAndOwners
+from runtime.state.precision import ApartOwners, LeavesAndOwners
 from runtime.state.rank_state import RankState
 from runtime.state.sharded_owners import ShardedOwners
 
@@ -107,10 +107,10 @@ class StepPrecision:
         state: RankState,
         precision: Precision,
         collectives: Collectives,
-        sharded: ShardedOwners | None = None,
+        sharded: ShardedOwners,
     ) -> None:
         self._state, self._collectives = state, collectives
-        self._pairs, self._sharded = LeavesAndOwners(state), sharded
+        self._apart: tuple[ApartOwners, ...] = LeavesAndOwners(state), sharded
         self.loss_scale = LossScale() if precision.loss_scale == "dynamic" else None
 
     @property
@@ -123,9 +123,8 @@ class StepPrecision:
 
         ``scale``: a factor that backward multiplied gradients by beside ``gradient_scale``.
         """
-        self._pairs.collect()
-        if self._sharded is not None:
-            self._sharded.collect()
+        for owners in self._apart:
+            owners.collect()
         if scale != 1.0:
             for parameter in self._state.parameters.values():
                 if parameter.grad is not None:
@@ -138,15 +137,13 @@ class StepPrecision:
 
     def attach(self, optimizer: torch.optim.Optimizer) -> None:
         """Keep leaves up to date with every ``optimizer.step()``, whoever calls it."""
-        self._pairs.attach(optimizer)
-        if self._sharded is not None:
-            self._sharded.attach(optimizer)
+        for owners in self._apart:
+            owners.attach(optimizer)
 
     def publish(self) -> None:
         """Copy owners' values to their leaves, after something else than the optimizer wrote them."""
-        self._pairs.publish()
-        if self._sharded is not None:
-            self._sharded.publish()
+        for owners in self._apart:
+            owners.publish()
 
     def state_dict(self) -> dict[str, float]:
         """Return what a checkpoint keeps, the same on every rank; empty without a loss scale."""
