@@ -29,7 +29,14 @@ from partitioner.engine.weights import MODEL_PREFIX, StateKeys, converts, proble
 from passes.graph.graph import OpGraph
 from runtime.checkpoint.directory import StoredCheckpoint, begin, commit, find, is_checkpoint, read, remove
 from runtime.checkpoint.optimizer import NamedOptimizer, merged_record
-from runtime.checkpoint.storage import BlockPlace, PlacedTensors, merged_index, read_tensors, write_tensors
+from runtime.checkpoint.storage import (
+    BlockPlace,
+    IndexEntry,
+    PlacedTensors,
+    merged_index,
+    read_tensors,
+    write_tensors,
+)
 from runtime.checkpoint.tree import decode, encode, tensor_names
 from runtime.ranks.side_group import SideGroup
 from runtime.state.gather import gather_state
@@ -326,7 +333,9 @@ def _write(
     """Write all ranks' tensors, then, on rank 0, what makes them a checkpoint. Collective."""
     doing = f"saving {path}"
     try:
-        written = side.agree(doing, lambda: write_tensors(path, side.rank, tensors))
+        index: dict[str, list[IndexEntry]] = {}
+        side.agree(doing, lambda: index.update(write_tensors(path, side.rank, tensors)))
+        written = side.to_first(doing, index)
         side.from_first(doing, lambda: commit(path, record, merged_index(written), keep))
     except PartitionerError:
         # If only the news of success was lost, the checkpoint is whole.

@@ -68,6 +68,14 @@ class SideGroup:
         first: Any = results[0]
         return first  # type: ignore[no-any-return]
 
+    def to_first(self, doing: str, value: Told) -> list[Told]:
+        """Return the values of all ranks on rank 0, and none elsewhere: they may be too many for everybody."""
+        values: list[Any] = [None] * self.size if self.rank == 0 else []
+        self._waiting(
+            "the others", lambda: dist.gather_object(value, values or None, 0, group=self.group), doing
+        )
+        return values
+
     def send(self, tensor: Tensor, target: int, *, ahead_bytes: int = 0) -> None:
         """Send a contiguous CPU tensor. ``ahead_bytes``: bytes that ``target`` receives from others before it."""
         self._transfer(f"rank {target} to take a tensor", dist.isend, tensor, target, ahead_bytes)
