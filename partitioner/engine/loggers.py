@@ -17,7 +17,7 @@ import time
 from collections.abc import Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any, Protocol
+from typing import IO, TYPE_CHECKING, Any, Literal, Protocol, TypeAlias
 
 from cost_models.errors import UsageError
 from partitioner.engine.callbacks import Callback
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("partitioner")
 
+LogKind: TypeAlias = Literal["train", "eval"]
 Row = Mapping[str, float | None]
 """Numbers by name; None where there is none."""
 
@@ -60,19 +61,15 @@ class StepLogger(Callback):
         if info.step % self._every == 0:
             row = self._row(engine, info)
             self._forget()
-            self.write(info.step, row)
+            self.write("train", info.step, row)
 
     def on_evaluate_end(self, engine: Engine, output: EvalOutput) -> None:
         if engine.state.rank == 0:
             metrics = {f"metric/{name}": metric.item() for name, metric in output.metrics.items()}
-            self.write_evaluation(engine.step, {"loss": output.loss.item(), **metrics})
+            self.write("eval", engine.step, {"loss": output.loss.item(), **metrics})
 
-    def write(self, step: int, row: Row) -> None:
-        """Write a row, on rank 0, at the end of step number ``step``."""
-        raise NotImplementedError
-
-    def write_evaluation(self, step: int, row: Row) -> None:
-        """Write ``loss`` and metrics of an evaluation, on rank 0, once ``step`` steps were done."""
+    def write(self, kind: LogKind, step: int, row: Row) -> None:
+        """Write a row, on rank 0: at the end of step number ``step``, or loss and metrics of an evaluation after it."""
         raise NotImplementedError
 
     def _row(self, engine: Engine, info: StepInfo) -> Row:
@@ -108,20 +105,15 @@ class CsvLogger(StepLogger):
     def __init__(self, path: str | os.PathLike[str], every: int = 1) -> None:
         super().__init__(every)
         train = Path(path)
-        self._train, self._eval = (
-            _CsvTable(train),
-            _CsvTable(train.with_suffix(f".eval{train.suffix or '.csv'}")),
-        )
+        evaluations = train.with_suffix(f".eval{train.suffix or '.csv'}")
+        self._tables: dict[LogKind, _CsvTable] = {"train": _CsvTable(train), "eval": _CsvTable(evaluations)}
 
-    def write(self, step: int, row: Row) -> None:
-        self._train.append({"step": step, **row})
-
-    def write_evaluation(self, step: int, row: Row) -> None:
-        self._eval.append({"step": step, **row})
+    def write(self, kind: LogKind, step: int, row: Row) -> None:
+        self._tables[kind].append({"step": step, **row})
 
     def on_close(self, engine: Engine) -> None:
-        self._train.close()
-        self._eval.close()
+        for table in self._tables.values():
+            table.close()
 
 
 class _CsvTable:
@@ -183,17 +175,11 @@ class TensorBoardLogger(StepLogger):
         if engine.state.rank == 0 and self._writer is None:
             raise UsageError("rank 0 logs to TensorBoard, and was given no writer")
 
-    def write(self, step: int, row: Row) -> None:
-        self._scalars("train", step, row)
-
-    def write_evaluation(self, step: int, row: Row) -> None:
-        self._scalars("eval", step, row)
-
     def on_close(self, engine: Engine) -> None:
         if engine.state.rank == 0 and self._writer is not None:
             self._writer.flush()
 
-    def _scalars(self, kind: str, step: int, row: Row) -> None:
+    def write(self, kind: LogKind, step: int, row: Row) -> None:
         for tag, value in _tagged(kind, row).items():
             if self._writer is not None:
                 self._writer.add_scalar(tag, value, step)
@@ -226,18 +212,12 @@ class WandbLogger(StepLogger):
         self._run = wandb.init(**self._options) if self._own else wandb.run
         self._run.config.update({"plan": _facts(engine)}, allow_val_change=True)
 
-    def write(self, step: int, row: Row) -> None:
-        self._log("train", step, row)
-
-    def write_evaluation(self, step: int, row: Row) -> None:
-        self._log("eval", step, row)
-
     def on_close(self, engine: Engine) -> None:
         if self._run is not None and self._own:
             self._run.finish()
         self._run = None
 
-    def _log(self, kind: str, step: int, row: Row) -> None:
+    def write(self, kind: LogKind, step: int, row: Row) -> None:
         # Not as wandb's own step: it refuses numbers below the last one, and a run may be resumed from a checkpoint.
         if self._run is not None:
             self._run.log({**_tagged(kind, row), f"{kind}/step": step})
@@ -258,7 +238,7 @@ def _facts(engine: Engine) -> dict[str, Any]:
     }
 
 
-def _tagged(kind: str, row: Row) -> dict[str, float]:
+def _tagged(kind: LogKind, row: Row) -> dict[str, float]:
     """Name the numbers that exist "train/loss", "eval/accuracy"."""
     found = {f"{kind}/{name.removeprefix('metric/')}": value for name, value in row.items()}
     return {tag: value for tag, value in found.items() if value is not None}
@@ -270,11 +250,9 @@ class LineLogger(StepLogger):
     def __init__(self, every: int = 10) -> None:
         super().__init__(every)
 
-    def write(self, step: int, row: Row) -> None:
-        logger.info("step %d  %s", step, _line(row))
-
-    def write_evaluation(self, step: int, row: Row) -> None:
-        logger.info("evaluated after step %d  %s", step, _line(row))
+    def write(self, kind: LogKind, step: int, row: Row) -> None:
+        when = "step" if kind == "train" else "evaluated after step"
+        logger.info("%s %d  %s", when, step, _line(row))
 
 
 def _line(row: Row) -> str:
