@@ -147,7 +147,7 @@ def test_memory_counts_each_ranks_parts(graph: OpGraph, split: OpGraph) -> None:
 def test_a_state_dict_of_parts_that_are_not_the_whole_is_an_error(split: OpGraph) -> None:
     state = state_of(0, split)
     pieces = pieces_of(state, "fc1.weight", (10, 6))
-    assert [(p.rank, p.name, p.offsets, p.shape[0]) for p in pieces] == [
+    assert [(p.rank, p.name, p.block.offsets, p.block.shape[0]) for p in pieces] == [
         (0, "fc1.weight#0", (0, 0), SIZES[0]),
         (1, "fc1.weight#1", (3, 0), SIZES[1]),
         (0, "fc1.weight#2", (8, 0), SIZES[2]),
