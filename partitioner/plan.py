@@ -24,8 +24,7 @@ if TYPE_CHECKING:
     from partitioner.explain.rank_graph import RankGraph
     from partitioner.models.as_graph import ModelOrTrace
     from partitioner.report.profile import Profile
-    from partitioner.verify.report import VerifyReport
-    from partitioner.verify.train_report import TrainReport
+    from partitioner.verify.report import TrainReport, VerifyReport
     from runtime.simulate.simulate import Simulation
 
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -25,7 +25,7 @@ from cost_models.errors import ModelError
 from cost_models.layout import Shard
 from cost_models.precision import Precision
 from passes.graph.graph import OpGraph
-from passes.trace.hook_reads import reads_own
+from passes.trace.hook_reads import hook_tables, reads_own
 from runtime.ranks.collective import Collectives
 from runtime.state.gather import pieces_of
 from runtime.state.rank_state import RankState
@@ -40,22 +40,12 @@ class HookedParameter:
     gradient_dtype: torch.dtype
     dtype: torch.dtype
 
-    @property
-    def before(self) -> Sequence[Callable[[Tensor], Tensor | None]]:
-        """Functions of the gradient, which may return another one (``register_hook``)."""
-        return tuple((self.parameter._backward_hooks or {}).values())
-
-    @property
-    def after(self) -> Sequence[Callable[[Tensor], None]]:
-        """Functions of the parameter with its gradient in place (``register_post_accumulate_grad_hook``)."""
-        return tuple((self.parameter._post_accumulate_grad_hooks or {}).values())
-
 
 def hooked_parameters(model: nn.Module, graph: OpGraph, precision: Precision) -> tuple[HookedParameter, ...]:
     """Return the trained parameters of ``model`` that have hooks, in the model's order, the same on every rank."""
     found = []
     for name, parameter in model.named_parameters():
-        if name in graph.trained and (parameter._backward_hooks or parameter._post_accumulate_grad_hooks):
+        if name in graph.trained and any(hook_tables(parameter)):
             if parameter.is_meta and reads_own(parameter):
                 raise ModelError(
                     f"a hook of {name} reads the parameter, which has no values in the module that is deployed",
@@ -136,14 +126,15 @@ class GradientHooks:
 
 def run_hooks(hooked: HookedParameter, values: Tensor, gradient: Tensor) -> Tensor | None:
     """Run the hooks in autograd's order; return the gradient that they leave. ``values``: the parameter, as trained."""
+    before, after = hook_tables(hooked.parameter)
     with live(hooked.parameter, values) as parameter:
-        for hook in hooked.before:
+        for hook in before.values():
             changed = hook(gradient)
             if changed is not None:
                 gradient = changed
         parameter.grad = gradient
-        for after in hooked.after:
-            after(parameter)
+        for hook in after.values():
+            hook(parameter)
         return parameter.grad
 
 

@@ -2,50 +2,62 @@
 
 First the unpartitioned *graph* is compared with the eager model: if these differ, the trace is wrong and not the
 partition. Where ops were split into blocks, the graph of blocks is compared as well. Otherwise the plan runs again with a
-note after each op, and the notes are held against the graph's own.
+note after each op, and the notes are held against the graph's own. Notes of ranks on their shards are put together first:
+
+    y: S(0) on 2 ranks      sums add up, squares of norms too                       one whole value
+    y: a part of a sum      sums add up; the norm of the sum is in no rank's note   one whole value, norm unknown
+    y: whole                                                                        two whole values
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import TypeAlias
 
 from torch import Tensor, fx, nn
 
+from cost_models.layout import Mesh, Partial, Replicate
 from partitioner.record.data import PlanData
-from partitioner.verify.compare import StepResult, compare
-from partitioner.verify.noted_shards import noted_copies
+from partitioner.record.rebuild import ranks_in_order
 from partitioner.verify.rank import VerificationTask, run_rank_with_notes
 from partitioner.verify.ranks import put_together
 from passes.evaluate.float64 import float64_by_default
+from passes.fidelity.agree import StepResult, compare
+from passes.fidelity.steps import run_graph
 from passes.graph.graph import OpGraph
+from passes.shard.words import Placements
 from runtime.measure.record import Note, summarized, with_notes
+from runtime.mesh.sharding import coordinates
 from runtime.segment.code import SegmentCode
 from runtime.segment.microbatch import Microbatches, batch_size_of
 
 RELATIVE = 1e-9
+Wholes: TypeAlias = Iterator[tuple[str, list[Note]]]
+"""The copies of a value, each with its ranks in words and a note per micro-batch."""
 TRACE_ALONE = "none of the partition: the traced graph alone differs from the eager model "
 
 
 def first_difference(
     plan: PlanData,
     graph: OpGraph,
-    run_graph: OpGraph,
+    split_graph: OpGraph,
     task: VerificationTask,
     expected: StepResult,
     run: Callable[..., Sequence[tuple[StepResult, Mapping[str, list[Note]]]]],
 ) -> str:
     """Say in one sentence what differs first.
 
-    ``run(function, task)`` runs a function on every rank of the plan; ``run_graph``: the graph that they run.
+    ``run(function, task)`` runs a function on every rank of the plan; ``split_graph``: the graph that they run, in which
+    ops may be split into blocks.
     """
-    own = unpartitioned(graph, task)
+    own, noted = unpartitioned(graph, task)
     numbers = replace(expected, parameters={}, buffers={})
     if alone := _worst(numbers, own):
         return f"{TRACE_ALONE}{alone}"
-    if run_graph.parts:
-        graph, own = run_graph, unpartitioned(run_graph, task)
+    if split_graph.parts:
+        graph, (own, noted) = split_graph, unpartitioned(split_graph, task)
         if alone := _worst(numbers, own):
             return f"none of the placement: the graph in blocks of neurons, on one rank, differs from the model {alone}"
     tensors = frozenset(node.name for node in graph.ops if isinstance(node.meta["val"], Tensor))
@@ -54,9 +66,7 @@ def first_difference(
     copies = noted_copies(plan, per_rank)
     for node in graph.ops:
         for rank, notes in copies(node.name):
-            for microbatch, (mine, theirs) in enumerate(
-                zip(notes, own.notes.get(node.name, ()), strict=False)
-            ):
+            for microbatch, (mine, theirs) in enumerate(zip(notes, noted.get(node.name, ()), strict=False)):
                 if not _close(mine, theirs):
                     stage = stage_of.get(node.name)
                     place = (
@@ -82,9 +92,9 @@ def _noted(task: VerificationTask, tensors: frozenset[str]) -> dict[int, Segment
     return codes
 
 
-def _worst(expected: StepResult, own: Unpartitioned) -> str:
+def _worst(expected: StepResult, own: StepResult) -> str:
     """Write the worst difference in brackets; "" if there is none."""
-    different = [c for c in compare(expected, own.result, 0.0) if not c.agrees]
+    different = [c for c in compare(expected, own) if not c.agrees]
     if not different:
         return ""
     worst = max(different, key=lambda c: c.severity)
@@ -107,15 +117,7 @@ class _Noting(fx.Interpreter):
         return result
 
 
-@dataclass(frozen=True)
-class Unpartitioned:
-    """The results of the whole graph in one process."""
-
-    result: StepResult
-    notes: dict[str, list[Note]]
-
-
-def unpartitioned(graph: OpGraph, task: VerificationTask) -> Unpartitioned:
+def unpartitioned(graph: OpGraph, task: VerificationTask) -> tuple[StepResult, Mapping[str, Sequence[Note]]]:
     """Compute loss, gradients and notes of the whole graph on the task's micro-batches."""
     state = {
         name: nn.Parameter(task.value(name).clone(), task.whole_of(name) in task.trainable)
@@ -129,24 +131,20 @@ def unpartitioned(graph: OpGraph, task: VerificationTask) -> Unpartitioned:
     total = 0.0
     with float64_by_default():
         for index, weight in enumerate(task.weights):
-            arguments = [pieces[i.name][index] if i.kind == "batch" else state[i.name] for i in graph.inputs]
+            batch = {name: parts[index] for name, parts in pieces.items()}
             drawn = {name: every[index] for name, every in task.draws.items()}
-            outputs = _Noting(graph.module, notes, drawn).run(*arguments)
+            loss, written = run_graph(graph, state, batch, weight, _Noting(graph.module, notes, drawn).run)
+            total += loss
             last = index == len(task.weights) - 1
-            for output, value in zip(graph.outputs, outputs, strict=True):
-                if output.kind == "loss":
-                    if value.requires_grad:
-                        (value * weight).backward()
-                    total += float(value.detach()) * weight
-                elif output.kind == "buffer" and (last or not output.once):
-                    state[output.name] = value.detach()
+            once = {o.name for o in graph.outputs if o.kind == "buffer" and o.once and not last}
+            state.update({name: value for name, value in written.items() if name not in once})
     gradients = {n: t.grad for n, t in state.items() if isinstance(t, nn.Parameter) and t.grad is not None}
     result = StepResult(total, gradients, {})
     if graph.parts:
         parameters = {n: t for n, t in state.items() if isinstance(t, nn.Parameter)}
         (whole,) = put_together([replace(result, parameters=parameters)], replace(task, shardings={}))
         result = replace(whole, loss=total)
-    return Unpartitioned(replace(result, parameters={}), notes)
+    return replace(result, parameters={}), notes
 
 
 def _close(mine: Note, theirs: Note) -> bool:
@@ -159,3 +157,39 @@ def _close(mine: Note, theirs: Note) -> bool:
         for a, b in zip(mine, theirs, strict=True)
     ]
     return all(same)
+
+
+def noted_copies(plan: PlanData, per_rank: Sequence[Mapping[str, list[Note]]]) -> Callable[[str], Wholes]:
+    """Return a function from an op to notes of its whole value, once per copy: each rank's own if no stage shares it."""
+    shared: dict[str, tuple[Mesh, Placements]] = {}
+    for stage in plan.stages:
+        if stage.sharding is None:
+            continue
+        mesh = stage.sharding.mesh(ranks_in_order(plan).ranks(stage.devices))
+        choices = stage.sharding.placement(stage.devices, plan.microbatches).choices
+        shared |= dict.fromkeys(stage.ops, (mesh, (Replicate(),) * len(mesh.shape)))
+        shared |= {op: (mesh, tuple(choice.outputs[0] for choice in ways)) for op, ways in choices.items()}
+
+    def notes(op: str) -> Wholes:
+        if op not in shared:
+            yield from ((str(rank), notes.get(op, [])) for rank, notes in enumerate(per_rank))
+            return
+        mesh, layout = shared[op]
+        copies: dict[tuple[int, ...], list[int]] = {}
+        for rank in mesh.ranks:
+            place = coordinates(mesh, rank)
+            key = tuple(i for i, p in zip(place, layout, strict=True) if isinstance(p, Replicate))
+            copies.setdefault(key, []).append(rank)
+        summed = any(isinstance(p, Partial) for p in layout)
+        for ranks in copies.values():
+            parts = [per_rank[rank].get(op, []) for rank in ranks]
+            yield "+".join(map(str, ranks)), [_together(each, summed) for each in zip(*parts, strict=False)]
+
+    return notes
+
+
+def _together(parts: Sequence[Note], summed: bool) -> Note:
+    if len(parts) == 1:
+        return parts[0]
+    norm = math.inf if summed else math.sqrt(sum(note[1] ** 2 for note in parts))
+    return sum(note[0] for note in parts), norm

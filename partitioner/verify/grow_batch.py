@@ -38,23 +38,17 @@ def grow_batch(
     return map_tensors(example, grow)
 
 
-def rebuilt(batch: Any, leaves: Mapping[str, Tensor], model: nn.Module) -> Any:
-    """Replace the tensors of ``batch`` by ``leaves``, which are named as ``flatten_batch`` names them."""
-    names = iter(flatten_batch(batch, forward_names(model)))
-    return map_tensors(batch, lambda _, __: leaves[next(names)])
-
-
-def ignore_unevenly(batch: Any, model: nn.Module, graph: OpGraph) -> Any:
-    """Ignore ever more labels of ``batch`` from sample to sample: micro-batches get unlike numbers of valid ones.
+def ignore_unevenly(leaves: Mapping[str, Tensor], graph: OpGraph) -> dict[str, Tensor]:
+    """Ignore ever more labels of a batch from sample to sample: micro-batches get unlike numbers of valid ones.
 
     This is done in integer leaves that hold some already, where they are allowed, therefore.
     """
     counts = graph.token_counts
     ignored = {n.ignore_index for n in counts.normalizers if n.ignore_index is not None} if counts else set()
+    changed = dict(leaves)
     if counts is None or len(ignored) != 1:
-        return batch
+        return changed
     index = ignored.pop()
-    leaves = flatten_batch(batch, forward_names(model))
     for name in counts.leaves:
         leaf, dim = leaves[name], graph.batch.batch_dims[name]
         if dim is None or leaf.is_floating_point() or not bool((leaf == index).any()):
@@ -63,8 +57,8 @@ def ignore_unevenly(batch: Any, model: nn.Module, graph: OpGraph) -> Any:
         for sample, row in enumerate(samples):
             share = 0.8 * sample / len(samples)
             row.view(-1)[: int(share * row.numel())] = index
-        leaves[name] = samples.movedim(0, dim)
-    return rebuilt(batch, leaves, model)
+        changed[name] = samples.movedim(0, dim)
+    return changed
 
 
 def _distinct(leaf: Tensor, dim: int, samples: int, generator: torch.Generator) -> Tensor:

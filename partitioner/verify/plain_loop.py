@@ -1,109 +1,82 @@
-"""The plain training loop that an engine's steps are held against: the user's own module, eager, on one process.
+"""The plain training loop that ranks are held against: the user's own module, eager, on one process.
 
-    for pieces in steps:
-        for piece in pieces:                  the whole batch, or the plan's micro-batches where samples are coupled
-            (loss_of(module, piece) * weight).backward()
+    for parts in steps:
+        for part in parts:                    the whole batch, or the plan's micro-batches where samples are coupled
+            (loss_of(part.leaves) * weight).backward()
         hooks on parameters, once, on the sum
         clip_grad_norm_(parameters, max_norm)
         optimizer.step()
         scheduler.step()
 
-It is written with torch only, so that no line of this project is on both sides of the comparison. Where the types of
-``PlainTypes`` differ from the module's, the module computes on copies in the leaf's type, sums are kept in the gradient's
-and the optimizer updates the owner's, as every mixed-precision loop does.
+It is written with torch only, so that no line of this project is on both sides of the comparison. Where a parameter's
+types differ from the module's, the module computes on copies in the leaf's type, sums are kept in the gradient's and the
+optimizer updates the owner's, as every mixed-precision loop does.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from cost_models.precision import ParameterPrecision
+from passes.fidelity.agree import StepResult
+
 
 @dataclass(frozen=True)
-class Piece:
-    """A part of a batch, and the weight of its loss. ``within``: makes what its forward and backward run in."""
+class WeighedPart:
+    """A part of a batch, and the weight of its loss. ``within``: what its forward and backward run in."""
 
-    batch: Any
+    leaves: Mapping[str, Tensor]
     weight: float
-    within: Callable[[], AbstractContextManager[Any]] = nullcontext
-
-
-@dataclass(frozen=True)
-class PlainTypes:
-    """The types of one parameter: what forward reads, what micro-batches are summed in, what the optimizer updates."""
-
-    leaf: torch.dtype
-    gradient: torch.dtype
-    owner: torch.dtype
-
-
-@dataclass(frozen=True)
-class PlainState:
-    """A copy of everything that a step changes. ``optimizer``: name of a parameter -> key -> value."""
-
-    parameters: Mapping[str, Tensor]
-    buffers: Mapping[str, Tensor]
-    optimizer: Mapping[str, Mapping[str, Tensor]]
-
-
-@dataclass(frozen=True)
-class PlainStep:
-    """The results of one step. ``rates``: the learning rates that it used, by group; ``state``: None if it was not kept."""
-
-    loss: float
-    norm: float
-    rates: tuple[float, ...]
-    gradient_norms: Mapping[str, float] = field(default_factory=dict)
-    """The 2-norm of each parameter's gradient, before clipping."""
-    state: PlainState | None = None
+    within: AbstractContextManager[Any]
 
 
 def plain_loop(
     module: nn.Module,
-    steps: Sequence[Sequence[Piece]],
-    loss_of: Callable[[nn.Module, Any], Tensor],
+    steps: Sequence[Sequence[WeighedPart]],
+    loss_of: Callable[[Mapping[str, Tensor]], Tensor],
     make_optimizer: Callable[[list[tuple[str, nn.Parameter]]], torch.optim.Optimizer],
-    make_scheduler: Callable[[torch.optim.Optimizer], Any],
-    max_norm: Callable[[float], float],
+    make_scheduler: Callable[[torch.optim.Optimizer], Any] | None,
+    max_norm: Callable[[float], float] | None,
     kept: Collection[int],
-    types: Mapping[str, PlainTypes] | None = None,
+    types: Mapping[str, ParameterPrecision] | None = None,
     loss_scale: float | None = None,
     once: Collection[str] = (),
-) -> list[PlainStep]:
+) -> list[StepResult]:
     """Train ``module``, which is changed, and return every step's results.
 
-    ``max_norm``: the bound of clipping, from the first step's norm. ``kept``: numbers of the steps, from 1, after which
-    the state is copied. ``types``: those of the parameters; the module's own without them. ``loss_scale``: backward runs on
+    ``max_norm``: the bound of clipping, from the first step's norm. ``kept``: numbers of the steps, from 1, whose tensors
+    are copied. ``types``: those of the parameters; the module's own without them. ``loss_scale``: backward runs on
     the loss times it; a step whose gradients overflow is dropped, and the scale halved. ``once``: names of buffers that a
-    step writes once, so that each piece starts from what was there before it.
+    step writes once, so that each part starts from what was there before it.
     """
     module.train()
     leaves = dict(module.named_parameters())
-    own = {n: PlainTypes(p.dtype, p.dtype, p.dtype) for n, p in leaves.items()} if types is None else types
+    own = {n: ParameterPrecision.plain(p.dtype) for n, p in leaves.items()} if types is None else types
     owners = {name: _owner(leaf, own[name]) for name, leaf in leaves.items()}
     hooks = {name: _taken_off(leaf) for name, leaf in leaves.items()}
     optimizer = make_optimizer([(name, owner) for name, owner in owners.items() if owner.requires_grad])
-    scheduler = make_scheduler(optimizer)
+    scheduler = None if make_scheduler is None else make_scheduler(optimizer)
     bound: float | None = None
-    results: list[PlainStep] = []
-    for number, pieces in enumerate(steps, 1):
+    results: list[StepResult] = []
+    for number, parts in enumerate(steps, 1):
         sums: dict[str, Tensor] = {}
         total = 0.0
         before = {name: module.get_buffer(name).detach().clone() for name in once}
-        for piece in pieces:
+        for part in parts:
             for name, contents in before.items():
                 module.get_buffer(name).detach().copy_(contents)
-            with piece.within():
-                loss = loss_of(module, piece.batch)
+            with part.within:
+                loss = loss_of(part.leaves)
                 if loss.requires_grad:
-                    (loss * (piece.weight * (loss_scale or 1.0))).backward()  # type: ignore[no-untyped-call]
-            total += float(loss.detach()) * piece.weight
+                    (loss * (part.weight * (loss_scale or 1.0))).backward()  # type: ignore[no-untyped-call]
+            total += float(loss.detach()) * part.weight
             _add(sums, leaves, own)
         overflowed = loss_scale is not None and not all(bool(g.isfinite().all()) for g in sums.values())
         for name, owner in owners.items():
@@ -113,33 +86,37 @@ def plain_loop(
             _run_hooks(hooks[name], leaves[name], owner)
             if owner.grad is not None and owner.grad.is_sparse:  # neither clipping nor Adam takes these
                 owner.grad = owner.grad.to_dense()
-        norms = {n: float(p.grad.norm()) for n, p in owners.items() if p.grad is not None}
+        gradients = {n: p.grad for n, p in owners.items() if p.grad is not None}
+        norms = {name: float(gradient.norm()) for name, gradient in gradients.items()}
         norm = math.inf if overflowed else math.sqrt(sum(n**2 for n in norms.values()))
-        bound = max_norm(norm) if bound is None else bound
-        if not overflowed:
-            nn.utils.clip_grad_norm_(owners.values(), bound)
+        gradients = {n: g.clone() for n, g in gradients.items()} if number in kept else {}
+        if max_norm is not None:
+            bound = max_norm(norm) if bound is None else bound
+            if not overflowed:
+                nn.utils.clip_grad_norm_(owners.values(), bound)
         rates = tuple(float(group["lr"]) for group in optimizer.param_groups)
         for owner in owners.values():
             owner.grad = None if owner.grad is None else owner.grad.to(owner.dtype)
         optimizer.step()
-        scheduler.step()
+        if scheduler is not None:
+            scheduler.step()
         with torch.no_grad():
             for name, leaf in leaves.items():
                 if owners[name] is not leaf:
                     leaf.copy_(owners[name])
         loss_scale = loss_scale / 2 if overflowed and loss_scale is not None else loss_scale
-        state = _copied(owners, module, optimizer) if number in kept else None
-        results.append(PlainStep(total, norm, rates, norms, state))
+        state = _copied(owners, module, optimizer) if number in kept else ({}, {}, {})
+        results.append(StepResult(total, gradients, *state, norm, norms, rates))
         for owner in owners.values():
             owner.grad = None
     return results
 
 
-def _owner(leaf: nn.Parameter, types: PlainTypes) -> nn.Parameter:
+def _owner(leaf: nn.Parameter, types: ParameterPrecision) -> nn.Parameter:
     """Return what the optimizer updates; the module's own parameter becomes the copy that forward reads."""
-    owner = nn.Parameter(leaf.detach().to(types.owner, copy=True), leaf.requires_grad)
     if types.leaf == types.owner == leaf.dtype:
         return leaf
+    owner = nn.Parameter(leaf.detach().to(types.owner, copy=True), leaf.requires_grad)
     leaf.data = leaf.detach().to(types.leaf)
     return owner
 
@@ -147,10 +124,10 @@ def _owner(leaf: nn.Parameter, types: PlainTypes) -> nn.Parameter:
 def _taken_off(leaf: nn.Parameter) -> tuple[list[Callable[..., Any]], list[Callable[..., Any]]]:
     """Take off the hooks of a parameter, which would run for each piece: of the gradient, of the parameter with it."""
     before, after = leaf._backward_hooks or {}, leaf._post_accumulate_grad_hooks or {}
-    found = list(before.values()), list(after.values())
+    hooks = list(before.values()), list(after.values())
     for table in (before, after):
         table.clear()
-    return found
+    return hooks
 
 
 @torch.no_grad()
@@ -177,33 +154,31 @@ def _run_hooks(
 
 
 def _add(
-    sums: dict[str, Tensor], leaves: Mapping[str, nn.Parameter], types: Mapping[str, PlainTypes]
+    sums: dict[str, Tensor], leaves: Mapping[str, nn.Parameter], types: Mapping[str, ParameterPrecision]
 ) -> None:
     """Add the gradients of one piece to ``sums``, in their own type, and drop them."""
     for name, leaf in leaves.items():
         if leaf.grad is not None:
-            found = leaf.grad.to(types[name].gradient)
-            sums[name] = found if name not in sums else sums[name] + found
+            gradient = leaf.grad.to(types[name].gradient)
+            sums[name] = gradient if name not in sums else sums[name] + gradient
             leaf.grad = None
 
 
 def _copied(
     owners: Mapping[str, nn.Parameter], module: nn.Module, optimizer: torch.optim.Optimizer
-) -> PlainState:
-    states: dict[str, dict[str, Tensor]] = {}
-    for name, owner in owners.items():
-        found = optimizer.state.get(owner, {})
-        states[name] = {
+) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, dict[str, Tensor]]]:
+    """Copy parameters, buffers and the optimizer's state. A parameter that is registered as a buffer too is no buffer."""
+    states = {
+        name: {
             key: value.detach().clone() if isinstance(value, Tensor) else torch.tensor(float(value))
-            for key, value in found.items()
+            for key, value in optimizer.state.get(owner, {}).items()
             if isinstance(value, Tensor | int | float)
         }
-    return PlainState(
+        for name, owner in owners.items()
+    }
+    buffers = {n: b for n, b in module.named_buffers() if not isinstance(b, nn.Parameter)}
+    return (
         {name: owner.detach().clone() for name, owner in owners.items()},
-        {  # a parameter that is registered as a buffer too is compared as the parameter
-            name: buffer.detach().clone()
-            for name, buffer in module.named_buffers()
-            if not isinstance(buffer, nn.Parameter)
-        },
+        {name: buffer.detach().clone() for name, buffer in buffers.items()},
         states,
     )

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from cost_models.precision import ParameterPrecision
 from partitioner.engine.optimizers import make_optimizer
-from partitioner.verify.compare import StepResult
 from passes.evaluate.float64 import float64_by_default
+from passes.fidelity.agree import StepResult
 from runtime.execute.context import RankProgram
 from runtime.execute.execute import Executor
 from runtime.measure.record import Note, take_notes

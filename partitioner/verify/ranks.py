@@ -14,9 +14,9 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from partitioner.verify.compare import TOLERANCE, Comparison, StepResult, compare
 from partitioner.verify.rank import VerificationTask
-from runtime.mesh.sharding import Block, Sharding
+from passes.fidelity.agree import TOLERANCE, ComparedQuantity, StepResult, compare
+from runtime.mesh.sharding import Block
 from runtime.state.state_view import StateView
 
 
@@ -28,15 +28,17 @@ def put_together(results: Sequence[StepResult], task: VerificationTask) -> list[
     blocks: dict[tuple[str, str], list[tuple[Block, Tensor]]] = {}
     for rank, result in enumerate(results):
         for kind, name, tensor in _tensors(result, task):
-            found = blocks.setdefault((kind, task.whole_of(name)), [])
-            found.append((_block(kind, name, rank, task), tensor))
+            block = _block(kind, name, rank, task)
+            blocks.setdefault((kind, task.whole_of(name)), []).append((block, tensor))
     copies: list[dict[str, dict[str, Tensor]]] = []
-    for (kind, name), found in blocks.items():
-        wholes = list(_wholes(found, task.state[name]))
+    for (kind, name), placed in blocks.items():
+        wholes = list(_wholes(placed, task.state[name]))
         if kind == "gradients" and name in task.shardings:
             # If ranks train parts of what they all store, there are fewer gradients than parameters.
-            trained = _owners(task.shardings[name], task.state[name].shape)
-            stored = len(blocks["parameters", name]) // _blocks(blocks["parameters", name])
+            shape, sharding = task.state[name].shape, task.shardings[name]
+            ranks, parameters = sharding.mesh.ranks, blocks["parameters", name]
+            trained = len(ranks) // len({sharding.owner_block(shape, rank) for rank in ranks})
+            stored = len(parameters) // len({block for block, _ in parameters})
             if len(wholes) == trained:
                 wholes = [wholes[number % trained] for number in range(stored)]
         for number, whole in enumerate(wholes):
@@ -44,7 +46,10 @@ def put_together(results: Sequence[StepResult], task: VerificationTask) -> list[
                 copies.append({"gradients": {}, "parameters": {}, "buffers": {}})
             copies[number][kind][name] = whole
     loss = _loss([result.loss for result in results], task)
-    return [StepResult(loss if number == 0 else None, **copy) for number, copy in enumerate(copies)]
+    return [
+        StepResult(loss if number == 0 else None, copy["gradients"], copy["parameters"], copy["buffers"])
+        for number, copy in enumerate(copies)
+    ]
 
 
 def with_views(results: Sequence[StepResult], views: Mapping[str, StateView]) -> list[StepResult]:
@@ -63,11 +68,14 @@ def compare_ranks(
     initial: Mapping[str, Tensor],
     learning_rate: float,
     tolerance: float = TOLERANCE,
-) -> list[Comparison]:
+) -> list[ComparedQuantity]:
     """Compare every copy; what nobody holds must not have changed."""
     losses = [result.loss for result in actual if result.loss is not None]
+    unknown = replace(expected, gradients={}, parameters={}, buffers={})
+    compared = compare(
+        unknown, replace(unknown, loss=losses[0] if len(losses) == 1 else None), tolerance=tolerance
+    )
     seen: set[str] = set()
-    found: list[Comparison] = []
     for result in actual:
         names = set(result.parameters) | set(result.buffers)
         seen |= names
@@ -78,17 +86,12 @@ def compare_ranks(
             {n: b for n, b in expected.buffers.items() if n in names},
         )
         buffers = {n: b for n, b in result.buffers.items() if n in expected.buffers}
-        mine = StepResult(expected.loss, result.gradients, result.parameters, buffers)
-        found += compare(own, mine, learning_rate, whole=expected.gradients, tolerance=tolerance)[1:]
+        mine = replace(result, loss=expected.loss, buffers=buffers)
+        compared += compare(own, mine, learning_rate, whole=expected.gradients, tolerance=tolerance)[1:]
     lost = {n: g for n, g in expected.gradients.items() if n not in seen}
     kept = {n: b for n, b in expected.buffers.items() if n not in seen and n in initial}
-    unheld = StepResult(expected.loss, {}, {}, {n: initial[n] for n in kept})
-    found += compare(StepResult(expected.loss, lost, {}, kept), unheld, learning_rate, tolerance=tolerance)[
-        1:
-    ]
-    loss = losses[0] if len(losses) == 1 else None
-    of_loss = StepResult(expected.loss, {}, {}), StepResult(loss, {}, {})
-    return compare(*of_loss, learning_rate, tolerance=tolerance) + found
+    unheld = replace(unknown, buffers={n: initial[n] for n in kept})
+    return compared + compare(replace(unknown, gradients=lost, buffers=kept), unheld, tolerance=tolerance)[1:]
 
 
 def _tensors(result: StepResult, task: VerificationTask) -> Iterator[tuple[str, str, Tensor]]:
@@ -119,25 +122,14 @@ def _loss(losses: Sequence[float | None], task: VerificationTask) -> float | Non
         if any(output.kind == "loss" for output in code.outputs)
         for rank in segments[index].ranks
     }
-    found = {rank: loss for rank, loss in enumerate(losses) if loss is not None}
-    return sum(found.values()) if found.keys() == computing else None
+    known = {rank: loss for rank, loss in enumerate(losses) if loss is not None}
+    return sum(known.values()) if known.keys() == computing else None
 
 
-def _blocks(found: Sequence[tuple[Block, Tensor]]) -> int:
-    """Count the different blocks."""
-    return len({block for block, _ in found})
-
-
-def _owners(sharding: Sharding, shape: Sequence[int]) -> int:
-    """Count the ranks that train each element."""
-    ranks = sharding.mesh.ranks
-    return len(ranks) // len({sharding.owner_block(shape, rank) for rank in ranks})
-
-
-def _wholes(found: Sequence[tuple[Block, Tensor]], like: Tensor) -> Iterator[Tensor]:
+def _wholes(placed: Sequence[tuple[Block, Tensor]], like: Tensor) -> Iterator[Tensor]:
     """Yield whole tensors, as many as ranks hold the most frequent block; infinity where a block is missing."""
     holders: dict[Block, list[Tensor]] = {}
-    for block, tensor in found:
+    for block, tensor in placed:
         holders.setdefault(block, []).append(tensor)
     for number in range(max(map(len, holders.values()))):
         dense = next(iter(holders.values()))[0]

@@ -13,8 +13,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
-from typing import Any, TypeVar
+from itertools import accumulate
+from typing import TypeVar
 
 from torch import Tensor
 
@@ -22,15 +22,12 @@ from cost_models.errors import ModelError, PartitionerError
 from cost_models.units import counted, listed
 from partitioner.models.workload import Workload
 from partitioner.record.data import PlanData
-from partitioner.verify.compare import StepResult
-from partitioner.verify.grow_batch import rebuilt, to_double
-from partitioner.verify.reference import double_copy
-from passes.evaluate.dropout import DropoutOff
-from passes.evaluate.float64 import code_in_float64
+from partitioner.verify.eager import failure, words_of
+from passes.fidelity.agree import StepResult
+from passes.fidelity.steps import cut
 from passes.graph.graph import OpGraph
 from passes.graph.least_samples import least_samples
-from passes.trace.batch import flatten_batch, forward_arguments, forward_names
-from passes.trace.export import loss_and_metrics
+from passes.trace.batch import flatten_batch, forward_names
 from runtime.segment.microbatch import microbatch_sizes
 
 T = TypeVar("T")
@@ -89,7 +86,7 @@ def on_samples(
             + (
                 str(reason)
                 if isinstance(reason, NoNumberError)
-                else f"{_words(reason)}, so some input refers to others"
+                else f"{words_of(reason)}, so some input refers to others"
             )
             for fewer, reason in failures
         ]
@@ -129,7 +126,7 @@ def _fails(
 ) -> ModelError:
     """Say whether the model fails on its own, on parts of its batch, in float64, or only as we train it, and what to do."""
     leaves = flatten_batch(workload.example_inputs, forward_names(workload.model))
-    if own := _failure(workload, leaves):
+    if own := failure(workload, leaves):
         return ModelError(
             f"cannot verify {name}: the unpartitioned model fails on its own",
             [f"on example_inputs, in its own types: {own}"],
@@ -141,7 +138,8 @@ def _fails(
         whole = [
             n
             for n in dims
-            if len(dims) > 1 and not _failure_of_parts(workload, leaves, _without(dims, n), sizes)
+            if len(dims) > 1
+            and not _failure_of_parts(workload, leaves, {m: d for m, d in dims.items() if m != n}, sizes)
         ]
         return ModelError(
             f"cannot verify {name}: it fails on a part of its batch, as micro-batches are",
@@ -156,53 +154,22 @@ def _fails(
                 f"{graph.example_batch_size} samples",
             ],
         )
-    if own := _failure(double_copy(workload), leaves, graph):
+    if own := failure(workload, leaves, graph):
         return FailsInFloat64Error(name, own)
     return ModelError(
         f"cannot verify {name}: our own loop over it fails",
         [
-            _words(error),
+            words_of(error),
             "the model itself runs on example_inputs and on parts of them, in its own types and in float64",
         ],
         ["please report it with the model; what a plan trains is not touched by this"],
     )
 
 
-def _without(dims: Mapping[str, int], name: str) -> dict[str, int]:
-    return {n: dim for n, dim in dims.items() if n != name}
-
-
 def _failure_of_parts(
     workload: Workload, leaves: Mapping[str, Tensor], dims: Mapping[str, int], sizes: Sequence[int]
 ) -> str:
     """Say how the model fails on the first part of the example that it fails on, cut along ``dims``; "" if on none."""
-    start, samples = 0, min(leaves[name].shape[dim] for name, dim in dims.items())
-    for size in sizes:
-        if start + size > samples:
-            break
-        part = {n: leaf.narrow(dims[n], start, size) if n in dims else leaf for n, leaf in leaves.items()}
-        if own := _failure(workload, part):
-            return own
-        start += size
-    return ""
-
-
-def _failure(workload: Workload, leaves: Mapping[str, Tensor], graph: OpGraph | None = None) -> str:
-    """Say how a step of the model on ``leaves`` fails; "" if it does not. ``graph``: what float64 is compared with."""
-    own = workload.copied()
-    copies = {name: leaf.clone() for name, leaf in leaves.items()}
-    batch: Any = rebuilt(own.example_inputs, copies if graph is None else to_double(copies), own.model)
-    try:
-        with DropoutOff(), nullcontext() if graph is None else code_in_float64(graph):
-            args, kwargs = forward_arguments(own.model.train(), batch, own.loss_fn is not None)
-            loss, _ = loss_and_metrics(own.model(*args, **kwargs), batch, own.loss_fn)
-            if loss is not None and loss.requires_grad:
-                loss.backward()  # type: ignore[no-untyped-call]
-    except Exception as error:  # noqa: BLE001 the user's code may raise anything
-        return _words(error)
-    return ""
-
-
-def _words(error: Exception) -> str:
-    lines = [line for line in str(error).splitlines() if line.strip()]
-    return f"{type(error).__name__}: {lines[0] if lines else 'no message'}"
+    samples = min(leaves[name].shape[dim] for name, dim in dims.items())
+    fitting = [size for size, end in zip(sizes, accumulate(sizes), strict=True) if end <= samples]
+    return next(filter(None, (failure(workload, part) for part in cut(leaves, dims, fitting))), "")

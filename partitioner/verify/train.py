@@ -21,11 +21,10 @@ import math
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, nullcontext
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
-from multiprocessing.reduction import ForkingPickler
-from typing import Any, TypeAlias, cast
+from typing import Any
 
 from torch import nn
 
@@ -35,50 +34,36 @@ from cost_models.precision import Precision
 from cost_models.units import counted, format_bytes
 from partitioner.deployment.facts import free_memory_bytes
 from partitioner.deployment.share import holders_of
-from partitioner.models.as_graph import ModelOrTrace, as_graph
+from partitioner.models.as_graph import ModelOrTrace
 from partitioner.models.workload import Workload
 from partitioner.planning.best import best_plan
 from partitioner.planning.options import PlanOptions
 from partitioner.record.data import PlanData
 from partitioner.record.rebuild import plan_code, ranks_in_order
-from partitioner.verify.notes import notes_on
-from partitioner.verify.plain_loop import PlainStep
-from partitioner.verify.samples import FailsInFloat64Error, NoNumberError, on_samples
-from partitioner.verify.train_compare import Expected, compare_run, compare_saved
-from partitioner.verify.train_course import (
-    CLIPPED,
-    ENDED,
-    LEARNING_RATE,
-    ORDER_SEED,
-    RESUMED_TO,
-    SAVED,
-    Course,
-)
-from partitioner.verify.train_hooks import Hooked
-from partitioner.verify.train_rank import (
-    Given,
-    RankRun,
-    Run,
-    TrainTask,
-    train_rank,
-)
-from partitioner.verify.train_report import TrainComparison, TrainReport
-from partitioner.verify.verify import (
-    refuse_without_weights,
-    workload_to_verify,
-)
-from passes.evaluate.copied_module import copied_with
+from partitioner.verify.copies import SentWorkload, sent_workload
+from partitioner.verify.report import TrainComparison, TrainReport
+from partitioner.verify.samples import FailsInFloat64Error, on_samples
+from partitioner.verify.subject import mesh_of_all, notes_on, trace_of, workload_to_verify
+from partitioner.verify.train_compare import ExpectedRun, compare_run, compare_saved, line
+from partitioner.verify.train_course import TrainCourse, Tried, clipped, trained_model, tried
+from partitioner.verify.train_rank import RESUMED_TO, SAVED, EngineRun, RankRun, TrainTask, train_rank
 from passes.evaluate.dropout import random_ops, without_dropout
+from passes.fidelity.agree import StepResult
 from passes.graph.graph import OpGraph
 from passes.progress import report_phase
 from runtime.mesh.sharding import Block
 from runtime.ranks.alone import alone
 from runtime.ranks.launch import WorkerPool
+from runtime.segment.microbatch import microbatch_sizes
 
 PROCESS_BYTES = 400 * 2**20
 """Memory of a worker process without any model: torch, mostly."""
 COPIES = 8
 """Copies of the parameters that a worker may hold at once: its models, state of three engines, what it tells."""
+OF_DRAWS = frozenset(
+    {"loss", "gradient norm", "gradient", "parameter", "parameter as read", "buffer", "optimizer state"}
+)
+"""Kinds of what follows from the numbers that forward draws."""
 
 
 @alone(threads=True)
@@ -102,97 +87,68 @@ def verify_training(
     """
     started = time.monotonic()
     workload = workload_to_verify(model, example_inputs, loss_fn)
-    refuse_without_weights(workload.model)
     _refuse_too_large(plan, workload.model)
     left_out: list[str] = []
     if source is None:
-        source, left_out = _sent(workload)
-    dims: dict[str, Any] = {"batch_dims": batch_dims, "dynamic_dims": dynamic_dims, "opaque": plan.opaque}
+        source, left_out = sent_workload(workload)
+    dims: dict[str, Any] = {"batch_dims": batch_dims, "dynamic_dims": dynamic_dims}
     if graph is None:
-        graph = as_graph(
-            workload,
-            precision=plan.precision,
-            loss_reduction=plan.loss_reduction,
-            name=plan.model.name,
-            **dims,
-        )
-    multiple = plan_code(plan, graph, ranks_in_order(plan)).multiple
-    notes = [*_notes(plan, graph), *left_out]
+        graph = trace_of(plan, workload, dims)
+    plain_graph, dropped = without_dropout(graph)
+    notes = [*notes_on(plan, graph, dropped), *left_out]
+    if plan.precision.loss_scale is not None:
+        notes.append("in float64 nothing overflows, so the loss scale is tried in the plan's own types only")
     other = _other_plan(plan, graph, None if pool is None else pool.world_size)
     if other is None:
         notes.append("no other plan of this model was found to resume under")
-    world_size = max(plan.world_size, 0 if other is None else other.world_size)
     report_phase("verifying: a plain loop over the model")
+    eager = trained_model(plan, workload, plain_graph, hooks=not left_out)
+    multiple = plan_code(plan, graph, ranks_in_order(plan)).multiple
 
-    def tried(double: bool, sizes: tuple[int, ...]) -> _Tried:
-        course = Course.of(plan, workload, graph, sizes, hooks=not left_out)
-        plain = course.plain(double=double)
-        for number, step in enumerate(plain, 1):
-            if not math.isfinite(step.loss):
-                raise NoNumberError(f"its loss is {step.loss} in step {number} of a plain loop")
-        if not double:
-            return course, plain, course.plain(double=False, rounded=True)
-        return course, plain, course.plain(double=False) if course.has_own_types else None
+    def tried_in(double: bool) -> tuple[Tried, list[str]]:
+        return on_samples(plan, workload, graph, multiple, partial(tried, eager, plan, double))
 
     double = True
     try:
-        (course, plain, own), kept = on_samples(plan, workload, graph, multiple, partial(tried, True))
+        (course, plain, own), kept = tried_in(double)
     except FailsInFloat64Error as error:
         if plan.precision != Precision():
             raise
         double = False
-        (course, plain, own), kept = on_samples(plan, workload, graph, multiple, partial(tried, False))
+        (course, plain, own), kept = tried_in(double)
         notes.append(f"compared in {course.own_types} alone: in float64 the model fails, {error.reason}")
     notes += kept
-    bound = CLIPPED * plain[0].norm or 1.0
-    with ExitStack() as stack:
-        directory = stack.enter_context(tempfile.TemporaryDirectory(prefix="partitioner-verify-"))
-        workers = stack.enter_context(nullcontext(pool) if pool is not None else WorkerPool(world_size))
-        runs = _runs(double) if own is None or not double else (*_runs(True), *_runs(False))
+    types = (True, False) if double and own is not None else (double,)
+    with tempfile.TemporaryDirectory(prefix="partitioner-verify-") as directory:
         task = TrainTask(
             source,
-            None if isinstance(source, Given) else workload.model.state_dict(),
+            None if isinstance(source, SentWorkload) else workload.model.state_dict(),
             plan.model_dump_json(),
             dims,
+            course.leaves,
+            course.batch_dims,
             course.samples,
             sum(course.sizes),
-            bound,
-            LEARNING_RATE,
-            ORDER_SEED,
+            clipped(plain[0].norm),
             directory,
             timeout_seconds,
-            runs,
+            tuple(EngineRun(of_type, load) for of_type in types for load in (False, True)),
         )
-        report_phase(f"verifying: training on {counted(plan.world_size, 'local process')}")
-        told = _run(workers, task, plan.world_size)
-        types = "float64" if double else f"in {course.own_types}"
-        expected = course.expected(plain, double=double, own=None if double else own)
-        found = [*_placement(types, plan, graph, told[0]), *_both(types, told[0], told[1], expected)]
-        if other is not None:
-            under = replace(task, plan_json=other.model_dump_json(), runs=(runs[1],))
-            report_phase("verifying: resumed under another plan")
-            (elsewhere,) = _run(workers, under, other.world_size)
-            name, sizes = f"{types}, resumed under {_placed(other)}", course.sizes_under(other)
-            if sizes != course.sizes:
-                again = course.plain(double=double, later=sizes)
-                rounded = None if double else course.plain(double=False, later=sizes, rounded=True)
-                expected = course.expected(again, double=double, own=rounded)
-            found += compare_run(name, elsewhere, expected, first=SAVED + 1, loaded=SAVED)
-        if double and own is not None:
-            expected = course.expected(plain, double=False, own=own)
-            found += _both(f"in {course.own_types}", told[2], told[3], expected)
+        compared = _train(course, task, graph, other, plain, own, pool)
     if double:
-        found, rounding = course.without_rounding(found, plain)
+        compared, rounding = course.without_rounding(compared, plain)
         notes += rounding
-    drawing = random_ops(without_dropout(graph)[0])
-    comparable = _comparable(found) if drawing else None
+    drawing = random_ops(plain_graph)
+    comparable = _comparable(compared) if drawing else None
     if comparable is not None:
-        found = [c for c in found if c.kind not in OF_DRAWS or c.step <= comparable or math.isinf(c.error)]
+        compared = [
+            c for c in compared if c.kind not in OF_DRAWS or c.step <= comparable or math.isinf(c.error)
+        ]
         notes.append(
             f"{counted(len(drawing), 'op')} {'draws' if len(drawing) == 1 else 'draw'} random numbers ({drawing[0]}), "
             "and ranks draw others than a plain loop: numbers that follow from them are left out"
         )
-    kinds = [c.kind for c in found]
+    kinds = [c.kind for c in compared]
     return TrainReport(
         model=plan.model.name,
         placed=_placed(plan),
@@ -201,38 +157,60 @@ def verify_training(
         samples=sum(course.sizes),
         optimizer=plan.optimizer_memory,
         compared={kind: kinds.count(kind) for kind in dict.fromkeys(kinds)},
-        differences=tuple(c for c in found if not c.agrees),
-        worst=max(found, key=lambda c: c.severity, default=None),
+        differences=tuple(c for c in compared if not c.agrees),
+        worst=max(compared, key=lambda c: c.severity, default=None),
         seconds=time.monotonic() - started,
         notes=tuple(notes),
         comparable=comparable,
     )
 
 
-_Tried: TypeAlias = tuple[Course, list[PlainStep], list[PlainStep] | None]
-"""A course, the plain loop over it, and another whose rounding says what is allowed."""
-OF_DRAWS = frozenset(
-    {"loss", "gradient norm", "gradient", "parameter", "parameter as read", "buffer", "optimizer state"}
-)
-"""Kinds of what follows from the numbers that forward draws."""
+def _train(
+    course: TrainCourse,
+    task: TrainTask,
+    graph: OpGraph,
+    other: PlanData | None,
+    plain: Sequence[StepResult],
+    own: Sequence[StepResult] | None,
+    pool: WorkerPool | None,
+) -> list[TrainComparison]:
+    """Train on the ranks, and compare with ``plain``. ``own``: in the plan's types, or what rounding does where all is."""
+    plan, double = course.plan, task.runs[0].double
+    world_size = max(plan.world_size, 0 if other is None else other.world_size)
+    with nullcontext(pool) if pool is not None else WorkerPool(world_size) as workers:
+        report_phase(f"verifying: training on {counted(plan.world_size, 'local process')}")
+        told = _run(workers, task, plan.world_size)
+        types = "float64" if double else f"in {course.own_types}"
+        expected = course.expected(plain, double=double, own=None if double else own)
+        compared = [*_placement(types, plan, graph, told[0]), *_both(types, told[0], told[1], expected)]
+        if other is not None:
+            under = replace(task, plan_json=other.model_dump_json(), runs=task.runs[1:2])
+            report_phase("verifying: resumed under another plan")
+            (elsewhere,) = _run(workers, under, other.world_size)
+            name = f"{types}, resumed under {_placed(other)}"
+            sizes = microbatch_sizes(sum(course.sizes), other.microbatches)
+            if sizes != course.sizes:
+                again = course.plain(double=double, later=sizes)
+                rounded = None if double else course.plain(double=False, later=sizes, rounded=True)
+                expected = course.expected(again, double=double, own=rounded)
+            compared += compare_run(name, elsewhere, expected, first=SAVED + 1, loaded=SAVED)
+    if double and own is not None:
+        expected = course.expected(plain, double=False, own=own)
+        compared += _both(f"in {course.own_types}", told[2], told[3], expected)
+    return compared
 
 
-def _comparable(found: Sequence[TrainComparison]) -> int | None:
+def _comparable(compared: Sequence[TrainComparison]) -> int | None:
     """Return the last step whose numbers agree, of a model that draws random ones; None if all do.
 
     What is missing or of another shape is not explained by draws.
     """
-    steps = [c.step for c in found if c.kind in OF_DRAWS and not c.agrees and not math.isinf(c.error)]
+    steps = [c.step for c in compared if c.kind in OF_DRAWS and not c.agrees and not math.isinf(c.error)]
     return min(steps) - 1 if steps else None
 
 
-def _runs(double: bool) -> tuple[Run, Run]:
-    """Return a run that saves, and one that goes on from there."""
-    return Run(double, ENDED, save_after=SAVED), Run(double, RESUMED_TO, load=True)
-
-
 def _both(
-    name: str, saving: Sequence[RankRun], resumed: Sequence[RankRun], expected: Expected
+    name: str, saving: Sequence[RankRun], resumed: Sequence[RankRun], expected: ExpectedRun
 ) -> Iterator[TrainComparison]:
     """Compare a run, and what went on from its checkpoint."""
     yield from compare_run(name, saving, expected, first=1, stored=SAVED)
@@ -264,7 +242,7 @@ def _placement(
         said = f"it does not train {lost[0]}, or its block of it, as the plan says" if lost else ""
         said = said or (f"it trains {strange[0]}, which the plan gives to other devices" if strange else "")
         off = float(len(lost) + len(strange))
-        yield TrainComparison(run, 0, rank, "placement", "", off, 0.0, said)
+        yield line(run, 0, rank, "placement", off, said)
 
 
 def _run(workers: WorkerPool, task: TrainTask, world_size: int) -> list[list[RankRun]]:
@@ -299,53 +277,9 @@ def _other_plan(plan: PlanData, graph: OpGraph, most_ranks: int | None) -> PlanD
 def _placed(plan: PlanData) -> str:
     if plan.world_size == 1:
         return "a plan for one device"
-    shapes = [() if s.sharding is None else tuple(s.sharding.axes.values()) for s in plan.stages]
-    if len(shapes) == 1:
-        return f"mesh {'×'.join(map(str, shapes[0]))}"
+    if len(plan.stages) == 1:
+        return f"mesh {'×'.join(map(str, mesh_of_all(plan)))}"
     return f"{len(plan.stages)} stages on {plan.world_size} devices, {plan.schedule}"
-
-
-def _notes(plan: PlanData, graph: OpGraph) -> list[str]:
-    _, dropped = without_dropout(graph)
-    notes = list(notes_on(plan, graph, dropped))
-    if plan.precision.loss_scale is not None:
-        notes.append("in float64 nothing overflows, so the loss scale is tried in the plan's own types only")
-    return notes
-
-
-def _sent(workload: Workload) -> tuple[Given, list[str]]:
-    """Return a copy of the workload that can be sent to other processes, with a note on what stays behind, or refuse it.
-
-    Hooks on parameters go along if they can.
-    """
-    left_out: list[str] = []
-    if Hooked(workload.model).has_hooks:
-        try:
-            both, loss_fn = copied_with(Hooked(workload.model), workload.loss_fn)
-            hooked = cast("Hooked", both.cpu())
-            source = Given(replace(workload, model=hooked.model, loss_fn=loss_fn), hooked)
-            ForkingPickler.dumps(source)
-            return source, []
-        except Exception as error:  # noqa: BLE001 a user's hook may raise anything
-            lines = str(error).splitlines() or ["no message"]
-            left_out = [
-                "hooks on parameters are left out of this comparison, on both sides: they cannot be sent to other "
-                f"processes ({type(error).__name__}: {lines[0]}); functions that a module defines can"
-            ]
-    copied = workload.copied()
-    source = Given(replace(copied, model=copied.model.cpu()))
-    try:
-        ForkingPickler.dumps(source)
-    except Exception as error:  # whatever a user's class raises
-        raise UsageError(
-            f"cannot train {type(workload.model).__name__} on local processes",
-            [f"it cannot be sent to them: {type(error).__name__}: {error}"],
-            [
-                "define its class, its loss and what it holds in a module, not in a function or a notebook",
-                "partitioner verify PLAN file.py:factory --train makes the model in every process",
-            ],
-        ) from error
-    return source, left_out
 
 
 def _refuse_too_large(plan: PlanData, model: nn.Module) -> None:

@@ -1,20 +1,20 @@
 """``verify``: run the actual plan on local processes and compare every number with the unpartitioned model.
 
     plan ─► the same programs ─► Gloo workers on this machine, float64 ─┐
-    model ─► eager (``partitioner.verify.reference``) ──────────────────┴─► loss, gradients, buffers, parameters
+    model ─► eager (``partitioner.verify.eager``) ──────────────────────┴─► loss, gradients, buffers, parameters
 
 Where the model is another one in float64 (its code refuses that type, or asks for types and takes another way), both sides
 compute in its own types, and what rounding may do there is measured (``partitioner.verify.rounding``).
 
 The reference is the user's own module, not our graph. Dropout is switched off on both sides; other random draws of the plan
-are those of the model (``partitioner.verify.draws``), and what ranks draw by themselves is compared among them
-(``partitioner.verify.own_draws``). Tolerances: ``partitioner.verify.compare``.
+are those of the model, and what ranks draw by themselves is compared among them (``partitioner.verify.draws``). Tolerances:
+``passes.fidelity.agree``.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
@@ -23,39 +23,41 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from cost_models.errors import UsageError
 from cost_models.precision import Precision
 from cost_models.units import counted
-from partitioner.models.as_graph import ModelOrTrace, as_graph
-from partitioner.models.workload import Workload, workload_of
+from partitioner.engine.optimizers import made
+from partitioner.models.as_graph import ModelOrTrace
+from partitioner.models.workload import Workload
 from partitioner.record.data import PlanData
 from partitioner.record.rebuild import plan_code, plan_programs, plan_segments, ranks_in_order
-from partitioner.verify.compare import (
-    Comparison,
-    StepResult,
-    in_reverse,
-    rounding_only,
+from partitioner.verify.copies import workload_copy
+from partitioner.verify.draws import (
+    DRAWN,
+    WRONGLY_DRAWN,
+    RecordedDraws,
+    compare_draws,
+    cuts_of,
+    own_draws,
+    unmatched,
+    with_own_draws,
+    with_replayed,
 )
-from partitioner.verify.draws import RecordedDraws, cuts_of, unmatched, with_replayed
+from partitioner.verify.eager import EagerModel, why_in_pieces
 from partitioner.verify.first_difference import TRACE_ALONE, first_difference
-from partitioner.verify.grow_batch import grow_batch, ignore_unevenly
-from partitioner.verify.notes import notes_on
-from partitioner.verify.own_draws import DRAWN, WRONGLY_DRAWN, compare_draws, own_draws, with_own_draws
 from partitioner.verify.rank import VerificationTask, run_rank_with_notes
 from partitioner.verify.ranks import compare_ranks, put_together, with_views
-from partitioner.verify.reference import double_copy, own_copy, reference_step, why_in_pieces
 from partitioner.verify.report import VerifyReport
-from partitioner.verify.rounding import DRAWS, allowed_by_rounding, own_types, spacing
+from partitioner.verify.rounding import DRAWS, allowed_by_rounding, own_types, rounding_only, spacing
 from partitioner.verify.samples import FailsInFloat64Error, on_samples, refuse_no_numbers
+from partitioner.verify.subject import mesh_of_all, notes_on, trace_of, workload_to_verify
 from passes.evaluate.dropout import random_ops, without_dropout
 from passes.evaluate.float64 import in_float64
+from passes.fidelity.agree import ComparedQuantity, StepResult
 from passes.graph.graph import OpGraph
 from passes.lower.placed_graph import PlacedGraph
 from passes.progress import report_phase
-from passes.trace.batch import flatten_batch, forward_names
 from passes.trace.loss.reduction import loss_weights, step_batch
 from passes.trace.watch import HOOKS_RUN
-from passes.trace.wrappers import unwrapped
 from runtime.ops.replay import Draws
 from runtime.ranks.alone import alone
 from runtime.ranks.launch import WorkerPool
@@ -83,17 +85,8 @@ def verify_plan(
     for several plans.
     """
     workload = workload_to_verify(model, example_inputs, loss_fn)
-    refuse_without_weights(workload.model)
     if graph is None:
-        graph = as_graph(
-            workload,
-            batch_dims=batch_dims,
-            dynamic_dims=dynamic_dims,
-            precision=plan.precision,
-            loss_reduction=plan.loss_reduction,
-            opaque=plan.opaque,
-            name=plan.model.name,
-        )
+        graph = trace_of(plan, workload, {"batch_dims": batch_dims, "dynamic_dims": dynamic_dims})
     verified = partial(_verified, plan, workload, graph, pool, timeout_seconds)
     try:
         report = verified()
@@ -123,46 +116,37 @@ def _verified(
 ) -> VerifyReport:
     """Verify in float64; in the model's own types where ``why_own_types`` says why."""
     started = time.monotonic()
-    double, generator = not why_own_types, torch.get_rng_state()
+    double = not why_own_types
     plain, dropped = without_dropout(traced)
     graph = in_float64(plain) if double else plain
     code = plan_code(plan, traced, ranks_in_order(plan), run=graph)
-    reference = double_copy(workload) if double else own_copy(workload)
+    eager = EagerModel(workload, plain, partial(_optimizer, plan))
     notes = _notes(plan, graph, dropped, double=double)
 
-    def step(
-        batch: Any,
-        sizes: tuple[int, ...],
-        recorded: RecordedDraws | None = None,
-        *,
-        rounded: int | None = None,
-    ) -> StepResult:
-        leaves = flatten_batch(batch, forward_names(reference.model))
-        torch.set_rng_state(generator)  # the same draws in every step
-        return reference_step(
-            reference, batch, leaves, plain, sizes, plan.optimizer_memory, LEARNING_RATE, recorded,
-            double=double, rounded=rounded,
-        )  # fmt: skip
+    def step(leaves: Mapping[str, Tensor], sizes: tuple[int, ...], **manner: Any) -> StepResult:
+        return eager.steps([(leaves, sizes)], double=double, **manner)[0]
 
-    def tried(sizes: tuple[int, ...]) -> tuple[tuple[int, ...], Any, Draws, StepResult]:
-        batch = grow_batch(reference.example_inputs, graph.batch.batch_dims, reference.model, sum(sizes))
-        batch, recorded = ignore_unevenly(batch, reference.model, graph), RecordedDraws(graph)
-        result = step(batch, sizes, recorded)
+    def tried(sizes: tuple[int, ...]) -> tuple[tuple[int, ...], Mapping[str, Tensor], Draws, StepResult]:
+        leaves, recorded = eager.grown(sum(sizes)), RecordedDraws(graph)
+        result = step(leaves, sizes, recorded=recorded)
         refuse_no_numbers(result)
-        return sizes, batch, recorded.draws, result
+        return sizes, leaves, recorded.draws, result
 
     report_phase("verifying: the step of the whole model")
-    (sizes, batch, draws, expected), kept = on_samples(plan, workload, plain, code.multiple, tried)
+    (sizes, leaves, draws, expected), kept = on_samples(plan, workload, plain, code.multiple, tried)
     notes += kept
-    leaves = flatten_batch(batch, forward_names(reference.model))
-    state = model_state(reference.model, graph)
-    task = replace(_task(plan, graph, code, sizes, leaves, state, timeout_seconds), double=double)
+    state = model_state(workload_copy(workload, double=double).model, graph)
+    batch = eager.batch(leaves, double=double)
+    task = replace(_task(plan, graph, code, sizes, batch, state, timeout_seconds), double=double)
     drawing = frozenset(random_ops(traced))
     own = [draw for part in task.codes.values() for draw in own_draws(part, drawing)]
     codes = {index: with_replayed(part, draws, cuts_of(plan)) for index, part in task.codes.items()}
     task = replace(task, codes=codes, draws=draws)
     drawn = {index: with_own_draws(part, own) for index, part in codes.items()}
-    notes += _notes_on_results(graph, draws, expected)
+    if left := unmatched(graph, draws):
+        notes.append(
+            f"{len(left)} ops draw random numbers ({left[0]}, …): they may differ for that reason alone"
+        )
     with nullcontext(pool) if pool is not None else WorkerPool(plan.world_size) as workers:
         run = partial(workers.run, world_size=plan.world_size, timeout_seconds=timeout_seconds)
         report_phase(f"verifying: the step on {counted(plan.world_size, 'local process')}")
@@ -170,24 +154,22 @@ def _verified(
         results = with_views(put_together([result for result, _ in told], task), graph.views)
         report_phase("verifying: comparing every number")
         if double:
-            found = compare_ranks(expected, results, state, LEARNING_RATE)
-            found, rounding = _without_rounding(
-                found,
-                expected,
-                lambda: step(in_reverse(batch, leaves, graph, sizes, reference.model)[0], sizes),
-            )
+            compared = compare_ranks(expected, results, state, LEARNING_RATE)
+            in_other_order = partial(step, leaves, sizes, turned=True)
+            compared, rounding = _without_rounding(compared, expected, in_other_order)
             notes += rounding
         else:
-            found = compare_ranks(expected, results, state, LEARNING_RATE, spacing(traced, plan.precision))
-            rounded = [step(batch, sizes, rounded=seed) for seed in range(DRAWS)]
-            found = allowed_by_rounding(found, expected, rounded, LEARNING_RATE)
-        found += compare_draws(own, [notes for _, notes in told])
-        differences = tuple(sorted((c for c in found if not c.agrees), key=lambda c: -c.severity))
+            spaced = spacing(traced, plan.precision)
+            rounded = [step(leaves, sizes, rounded=seed) for seed in range(DRAWS)]
+            compared = compare_ranks(expected, results, state, LEARNING_RATE, spaced)
+            compared = allowed_by_rounding(compared, expected, rounded, LEARNING_RATE)
+        compared += compare_draws(own, [noted for _, noted in told])
+        differences = tuple(sorted((c for c in compared if not c.agrees), key=lambda c: -c.severity))
         first = WRONGLY_DRAWN.format(differences[0].name) if differences else None
         if double and any(c.kind != DRAWN for c in differences):
             report_phase("verifying: the first op that differs")
             first = first_difference(plan, graph, code.graph, task, expected, run)
-    kinds = [c.kind for c in found]
+    kinds = [c.kind for c in compared]
     return VerifyReport(
         model=plan.model.name,
         stages=len(plan.stages),
@@ -196,14 +178,18 @@ def _verified(
         samples=sum(sizes),
         compared={kind: kinds.count(kind) for kind in dict.fromkeys(kinds)},
         differences=differences,
-        worst=max(found, key=lambda c: c.severity, default=None),
+        worst=max(compared, key=lambda c: c.severity, default=None),
         seconds=time.monotonic() - started,
         notes=tuple(notes),
         first_difference=first,
         types="float64" if double else own_types(traced, plan.precision),
         why_own_types=why_own_types,
-        mesh=_mesh_of_all(plan),
+        mesh=mesh_of_all(plan),
     )
+
+
+def _optimizer(plan: PlanData, named: Sequence[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
+    return made(plan.optimizer_memory, [{"params": [parameter for _, parameter in named]}], LEARNING_RATE)
 
 
 def _task(
@@ -235,12 +221,6 @@ def _task(
     )
 
 
-def _mesh_of_all(plan: PlanData) -> tuple[int, ...]:
-    """Return the sizes of the mesh of the only stage; () if there are others, or if it has one device."""
-    shapes = [() if s.sharding is None else tuple(s.sharding.axes.values()) for s in plan.stages]
-    return shapes[0] if len(shapes) == 1 else ()
-
-
 def _notes(plan: PlanData, graph: OpGraph, dropped: int, *, double: bool) -> list[str]:
     """Note what is compared otherwise than it will be trained. ``dropped``: ops whose dropout was switched off."""
     notes = list(notes_on(plan, graph, dropped, double=double))
@@ -255,40 +235,19 @@ def _notes(plan: PlanData, graph: OpGraph, dropped: int, *, double: bool) -> lis
     return notes
 
 
-def _notes_on_results(graph: OpGraph, draws: Draws, expected: StepResult) -> list[str]:
-    """Note what the comparison says little about."""
-    notes = []
-    if drawing := unmatched(graph, draws):
-        notes.append(
-            f"{len(drawing)} ops draw random numbers ({drawing[0]}, …): they may differ for that reason alone"
-        )
-    return notes
-
-
 def _without_rounding(
-    found: list[Comparison], expected: StepResult, in_other_order: Callable[[], StepResult]
-) -> tuple[list[Comparison], list[str]]:
-    """Return ``found`` without what is rounding of the model itself, and a note that names that."""
-    rounding = rounding_only([c for c in found if not c.agrees], expected, in_other_order, LEARNING_RATE)
+    compared: list[ComparedQuantity], expected: StepResult, in_other_order: Callable[[], StepResult]
+) -> tuple[list[ComparedQuantity], list[str]]:
+    """Return ``compared`` without what is rounding of the model itself, and a note that names that."""
+    rounding = rounding_only([c for c in compared if not c.agrees], expected, in_other_order, LEARNING_RATE)
     if not rounding:
-        return found, []
+        return compared, []
     names = sorted({c.name for c in rounding})
     note = (
         f"{counted(len(names), 'parameter')} ({names[0]}{', …' if len(names) > 1 else ''}) by rounding alone: not more "
         "than the unpartitioned model differs with its samples in another order"
     )
-    return [c for c in found if c not in rounding], [note]
-
-
-def refuse_without_weights(model: nn.Module) -> None:
-    """Raise UsageError for a model on the meta device."""
-    meta = [name for name, tensor in model.state_dict().items() if tensor.is_meta]
-    if meta:
-        raise UsageError(
-            "cannot verify a model without weights",
-            because=[f"{len(meta)} tensors are on the meta device, such as {meta[0]}"],
-            suggestions=["verify a small variant with real weights (for bundled models: --set size=tiny)"],
-        )
+    return [c for c in compared if c not in rounding], [note]
 
 
 def model_state(model: nn.Module, graph: OpGraph) -> dict[str, Tensor]:
@@ -296,20 +255,3 @@ def model_state(model: nn.Module, graph: OpGraph) -> dict[str, Tensor]:
     state = {name: tensor.detach() for name, tensor in model.named_parameters()}
     state.update({name: tensor.detach() for name, tensor in model.named_buffers()})
     return {**graph.constants, **state}
-
-
-def workload_to_verify(
-    model: ModelOrTrace, example_inputs: Any, loss_fn: Callable[..., Any] | None
-) -> Workload:
-    if not isinstance(model, nn.Module | Workload):
-        raise UsageError(
-            f"cannot verify against a {type(model).__name__}",
-            because=["the reference is the unpartitioned module itself"],
-            suggestions=["give the torch.nn.Module or the Workload that was planned"],
-        )
-    if example_inputs is None and isinstance(model, nn.Module):
-        raise UsageError(
-            "cannot verify without example inputs", suggestions=["give `example_inputs=`: one batch"]
-        )
-    workload = workload_of(model, example_inputs, loss_fn)
-    return replace(workload, model=unwrapped(workload.model)[0])

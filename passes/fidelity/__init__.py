@@ -1,1 +1,1 @@
-"""The traced graph held against the live module: hooks, random numbers and Python state that export forgets."""
+"""Steps of the live module and of its trace, and their agreement: hooks, random numbers and state that export forgets."""

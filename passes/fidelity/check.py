@@ -29,32 +29,36 @@ import torch
 from torch import nn
 from torch._subclasses import FakeTensor
 
-from cost_models.errors import ModelError, PartitionerError
+from cost_models.errors import PartitionerError
 from cost_models.units import format_seconds
 from passes.evaluate.dropout import random_ops, without_dropout
 from passes.evaluate.float64 import in_float64, wide
-from passes.fidelity.agree import TOLERANCES, Numbers, difference, tolerance
+from passes.fidelity.agree import TOLERANCES, StepResult, difference, tolerance
 from passes.fidelity.example import another_batch, has_example, subject_of
 from passes.fidelity.lines import (
-    clock_lines,
-    hook_lines,
-    line_of,
     module_hooks,
     watch_switched_gradients,
     why_backward_fails,
-    with_line,
 )
 from passes.fidelity.parts import refuse_coupled_guess, whole_leaves, why_parts_differ
-from passes.fidelity.refusals import OFF, backward_fails, parts_need_more
+from passes.fidelity.refusals import (
+    backward_fails,
+    computes_something_else,
+    depends_on_state,
+    hook_draws,
+    hooks_matter,
+    parts_need_more,
+    writes_parameters,
+)
 from passes.fidelity.steps import (
-    Subject,
+    EagerSubject,
     drawing_hooks,
     eager_step,
     graph_step,
     watch_tensor_hooks,
+    widened_to_float64,
     without_gradient_hooks,
 )
-from passes.fidelity.widened import roots, widened_to_float64
 from passes.fidelity.without_values import RefuseWithoutValues
 from passes.graph.graph import OpGraph
 from passes.progress import report_phase
@@ -113,7 +117,7 @@ def check_fidelity(
     for drawn, compiler in _MANNERS:
         subject = subject_of(graph, model, example_inputs, loss_fn, drawn=drawn, whole=bool(given_whole))
         subject = replace(subject, compiler=compiler)
-        with unchanged(roots(subject)) as state:
+        with unchanged(subject.roots) as state:
             try:
                 found = _checked(graph, subject, state)
                 state.restore()
@@ -143,7 +147,7 @@ def has_values(model: nn.Module) -> bool:
     )
 
 
-def _checked_in_float64(graph: OpGraph, subject: Subject) -> OpGraph:
+def _checked_in_float64(graph: OpGraph, subject: EagerSubject) -> OpGraph:
     """Compare a model that does not run in its own types, such as one whose loss has weights of another type."""
     with widened_to_float64(graph, subject) as (widened, state):
         found = _checked(in_float64(graph), widened, state)
@@ -179,7 +183,7 @@ class _Seen:
         return self.seconds * WIDER > MOST_SECONDS
 
 
-def _checked(graph: OpGraph, subject: Subject, state: PythonState) -> OpGraph:
+def _checked(graph: OpGraph, subject: EagerSubject, state: PythonState) -> OpGraph:
     """Run the steps of the table above, and return the graph with its notes."""
     model = subject.model
     tensor_hooks: dict[str, None] = {}
@@ -195,20 +199,12 @@ def _checked(graph: OpGraph, subject: Subject, state: PythonState) -> OpGraph:
         seconds = time.perf_counter() - began
     seen = _Seen(draws, [*module_hooks(model), *tensor_hooks], state.changes(), seconds)
     if drawing:
-        raise ModelError(
-            f"a hook on a parameter of {graph.model_name} draws random numbers",
-            [f"{line_of(drawing[0])}: ranks that hold copies of the parameter would draw other ones"],
-            ["make it the same for the same gradient (scale, clip, mask)", OFF],
-        )
+        raise hook_draws(graph, drawing[0])
     written = state.written()
     if written:
-        raise ModelError(
-            f"a step of {graph.model_name} changes its parameters before the optimizer does",
-            [f"{', '.join(written[:3])}: other values after forward and backward", *hook_lines(model)],
-            ["step the optimizer after backward: a plan runs it on every rank", OFF],
-        )
+        raise writes_parameters(graph, model, written)
     if not seen.slow and (why := _repeat_differs(graph, subject, state, seen, first)):
-        raise _depends_on_state(graph, model, seen, why)
+        raise depends_on_state(graph, model, seen.draws, seen.changes, why)
     notes = [f"{n}; others change nothing here" if n.startswith(DRAWN) else n for n in graph.notes]
     state.restore()
     report_phase("comparing the trace with the model: a step of the trace")
@@ -217,7 +213,7 @@ def _checked(graph: OpGraph, subject: Subject, state: PythonState) -> OpGraph:
         state.restore()
         with without_gradient_hooks(model):
             if lost := difference(first, _run(subject), 0.0):
-                raise _hooks_matter(graph, seen, lost)
+                raise hooks_matter(graph, seen.hooks, lost)
     if seen.hooks:
         notes = [f"{n}; they change no gradient here" if n.startswith(NOT_RUN) else n for n in notes]
     if why and random_ops(without_dropout(graph)[0]):
@@ -235,21 +231,13 @@ def _checked(graph: OpGraph, subject: Subject, state: PythonState) -> OpGraph:
         state.restore()
         with watch_switched_gradients() as switched:
             _run(subject)
-        verify = 'plan.verify(model) shows the first op that differs, for a plan made with check="off"'
-        raise ModelError(
-            f"the traced graph of {graph.model_name} computes something else than the model",
-            [
-                f"in the graph, {why}",
-                *list(switched)[:4],
-                *hook_lines(model),
-                *map(with_line, seen.changes[:3]),
-            ],
-            list(dict.fromkeys(switched.values())) or [verify, OFF],
-        )
+        raise computes_something_else(graph, model, why, switched, seen.changes)
     return replace(graph, notes=tuple(notes))
 
 
-def _repeat_differs(graph: OpGraph, subject: Subject, state: PythonState, seen: _Seen, first: Numbers) -> str:
+def _repeat_differs(
+    graph: OpGraph, subject: EagerSubject, state: PythonState, seen: _Seen, first: StepResult
+) -> str:
     """Say what a later step computes otherwise than the first, whose state is still there; "" if nothing."""
     own, fits = _tolerance(subject), _fits_in_float64(subject.model)
     why = _later_step_differs(graph, subject, state, seen, first, 0.0 if fits else own)
@@ -267,7 +255,7 @@ def _repeat_differs(graph: OpGraph, subject: Subject, state: PythonState, seen: 
 
 
 def _later_step_differs(
-    graph: OpGraph, subject: Subject, state: PythonState, seen: _Seen, first: Numbers, allowed: float
+    graph: OpGraph, subject: EagerSubject, state: PythonState, seen: _Seen, first: StepResult, allowed: float
 ) -> str:
     """Say what a step computes otherwise after one that left its Python state; ``first`` is what it computes before."""
     if seen.changes and (other := another_batch(graph, subject)):
@@ -290,7 +278,9 @@ def _later_step_differs(
     return ""
 
 
-def _graph_differs(graph: OpGraph, subject: Subject, state: PythonState, seen: _Seen, first: Numbers) -> str:
+def _graph_differs(
+    graph: OpGraph, subject: EagerSubject, state: PythonState, seen: _Seen, first: StepResult
+) -> str:
     """Say what the graph computes otherwise, in the model's types and in float64 as well; "" if nothing."""
     plain, _ = without_dropout(graph)
     own = _tolerance(subject)
@@ -316,7 +306,7 @@ def _graph_differs(graph: OpGraph, subject: Subject, state: PythonState, seen: _
         return why if graph.precision.casts_to is None else ""
 
 
-def _tolerance(subject: Subject) -> float:
+def _tolerance(subject: EagerSubject) -> float:
     """Return the tolerance of the types in which the model runs."""
     tensors = (*subject.model.parameters(), *subject.leaves.values())
     return tolerance({tensor.dtype for tensor in tensors})
@@ -326,7 +316,7 @@ def _fits_in_float64(model: nn.Module) -> bool:
     return sum(p.numel() for p in model.parameters()) * 8 <= MOST_BYTES
 
 
-def _run(subject: Subject) -> Numbers:
+def _run(subject: EagerSubject) -> StepResult:
     try:
         with torch_quiet():
             return eager_step(subject)
@@ -334,46 +324,6 @@ def _run(subject: Subject) -> Numbers:
         raise
     except Exception as error:
         raise _CannotRunError(error) from error
-
-
-def _depends_on_state(graph: OpGraph, model: nn.Module, seen: _Seen, why: str) -> ModelError:
-    lines = [*seen.draws.lines()[:3], *map(with_line, seen.changes[:5])]
-    ways = [
-        "keep it in a buffer that forward updates (and gives a backward of its own): it is part of the plan"
-    ]
-    if not lines:
-        nothing = "nothing of the model's attributes, of random or of numpy.random changed between the calls"
-        lines = [nothing, *clock_lines(model)[:3]]
-        ways = [
-            "give forward such a number as a tensor of the batch: a plan sends it to the ranks that need it"
-        ]
-    if any(change.path.startswith("loss_fn") for change in seen.changes):
-        ways = [
-            "make the loss function a module of the model, with its state in buffers, and return the loss from forward"
-        ]
-    before = ", after a step on other samples," if seen.changes else ""
-    if seen.draws:
-        ways = ["draw with torch (torch.rand, F.dropout), whose numbers a plan draws anew in every step"]
-    return ModelError(
-        f"{graph.model_name} computes something else at every call, of which a plan would keep the first",
-        [f"called again{before} with the same batch, parameters and torch seed: {why}", *lines],
-        [*ways, "switch it off for training (layer drop of 0, a fixed step)", OFF],
-    )
-
-
-def _hooks_matter(graph: OpGraph, seen: _Seen, why: str) -> ModelError:
-    module = next((hook.rsplit(" ", 1)[1] for hook in seen.hooks if " of module " in hook), "")
-    named = module if module and module != "(root)" else "the.module"
-    return ModelError(
-        f"hooks change gradients inside {graph.model_name}, and the traced graph has no place for them",
-        [*seen.hooks[:5], f"without them, {why}"],
-        [
-            "a gradient times c: c * x + ((1 - c) * x).detach() in forward",
-            "parameter.register_hook(…) instead, if it is a parameter's gradient: a plan runs these",
-            f'opaque=["{named}"] runs that module as it is, hooks included',
-            OFF,
-        ],
-    )
 
 
 def _noted(graph: OpGraph, note: str) -> OpGraph:

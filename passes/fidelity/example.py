@@ -12,11 +12,11 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses import FakeTensor
 
-from passes.fidelity.steps import Subject
+from passes.fidelity.steps import EagerSubject
 from passes.graph.graph import OpGraph
 from passes.graph.least_samples import least_samples
 from passes.trace.batch import flatten_batch, forward_names, map_tensors, tile
-from passes.trace.export import LossFunction, rebuild
+from passes.trace.export import LossFunction
 
 MOST_WORK = 2**32
 """Parameters × numbers in a batch above which the batch is cut to the fewest samples that a step takes: about 10 s of one
@@ -31,7 +31,7 @@ def subject_of(
     *,
     drawn: bool,
     whole: bool = False,
-) -> Subject:
+) -> EagerSubject:
     """Make the batch on the model's device. ``drawn``: fill leaves that hold one number only with drawn ones.
 
     ``whole``: cut nothing. Leaves are tensors of their own, and at least two samples: an export has sizes of one baked in.
@@ -59,11 +59,10 @@ def subject_of(
         return value
 
     batch = map_tensors(example_inputs, made)
-    leaves = flatten_batch(batch, names)
-    return Subject(model, rebuild(batch, list(leaves.values())), leaves, loss_fn)
+    return EagerSubject(model, batch, flatten_batch(batch, names), loss_fn)
 
 
-def another_batch(graph: OpGraph, subject: Subject) -> Subject | None:
+def another_batch(graph: OpGraph, subject: EagerSubject) -> EagerSubject | None:
     """Return the last half of the samples twice over, in reverse; None where no leaf has a batch dimension.
 
     Every sample is one of the batch, so values that the model takes stay so, and what belongs together does.
@@ -79,7 +78,7 @@ def another_batch(graph: OpGraph, subject: Subject) -> Subject | None:
             leaves[name] = leaf.index_select(dim, chosen)
     if all(leaf is subject.leaves[name] for name, leaf in leaves.items()):
         return None
-    return replace(subject, batch=rebuild(subject.batch, list(leaves.values())), leaves=leaves)
+    return replace(subject, leaves=leaves)
 
 
 def has_example(example_inputs: Any) -> bool:

@@ -16,8 +16,8 @@ import torch
 import torch.utils.checkpoint
 from torch import Tensor, nn
 
-from passes.fidelity.steps import parameter_hooks
 from passes.graph.graph import OpGraph
+from passes.trace.hook_reads import hooks_of
 from passes.trace.noted import Change
 from passes.trace.python_state import outside_libraries
 from runtime.user_code import OURS, TORCH, caller
@@ -185,5 +185,5 @@ def hook_lines(model: nn.Module) -> list[str]:
     return [
         f"{line_of(hook)}, a hook of parameter {name}"
         for name, parameter in model.named_parameters()
-        for hook in parameter_hooks(parameter)
+        for hook in hooks_of(parameter)
     ][:3]

@@ -17,18 +17,15 @@ from collections.abc import Collection, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-import torch
-
 from cost_models.errors import ModelError
 from cost_models.units import listed
 from passes.evaluate.dropout import random_ops, without_dropout
 from passes.evaluate.float64 import code_in_float64, in_float64, wide
-from passes.fidelity.agree import close, tolerance
-from passes.fidelity.steps import Subject, eager_step, graph_step
+from passes.fidelity.agree import TOLERANCE, StepResult, difference
+from passes.fidelity.steps import EagerSubject, cut, eager_step, graph_step
 from passes.graph.graph import OpGraph
 from passes.graph.least_samples import least_samples
 from passes.shard.couplings import couplings
-from passes.trace.export import rebuild
 from passes.trace.loss.reduction import loss_weights, samples_in, step_batch
 from passes.trace.python_state import PythonState
 from runtime.segment.microbatch import microbatch_sizes
@@ -70,16 +67,16 @@ def whole_leaves(graph: OpGraph, declared: Collection[str]) -> tuple[str, ...]:
     )
 
 
-def why_parts_differ(graph: OpGraph, subject: Subject, state: PythonState) -> str:
+def why_parts_differ(graph: OpGraph, subject: EagerSubject, state: PythonState) -> str:
     """Say what goes wrong with two parts of a batch that runs as a whole; "" if nothing, or if nothing can be told."""
     samples = samples_in(graph, subject.leaves)
     if samples // 2 < least_samples(graph)[0]:
         return ""
     sizes = microbatch_sizes(samples, 2)
-    for part in _parts(graph, subject, sizes):
+    for leaves in cut(subject.leaves, graph.batch.batch_dims, sizes):
         state.restore()
         try:
-            eager_step(part)
+            eager_step(replace(subject, leaves=leaves))
         except Exception as error:  # noqa: BLE001 the user's code may raise anything
             lines = str(error).strip().splitlines() or ["no message"]
             users = [f for f in traceback.extract_tb(error.__traceback__) if is_users(f.filename)]
@@ -91,38 +88,17 @@ def why_parts_differ(graph: OpGraph, subject: Subject, state: PythonState) -> st
         return ""  # the parts of a batch make another loss for that reason already
     plain = in_float64(plain)
     whole, added = (_loss(plain, subject, cut) for cut in ((samples,), sizes))
-    if close(whole, added, tolerance(set()), 1.0):
+    if not difference(StepResult(whole, {}, {}), StepResult(added, {}, {}), TOLERANCE):
         return ""
-    return (
-        f"the loss of the batch is {float(whole):.6g}, that of its parts of {sizes[0]} and {sizes[1]} samples "
-        f"{float(added):.6g}"
-    )
+    return f"the loss of the batch is {whole:.6g}, that of its parts of {sizes[0]} and {sizes[1]} samples {added:.6g}"
 
 
-def _parts(graph: OpGraph, subject: Subject, sizes: Sequence[int]) -> list[Subject]:
-    """Cut the batch as micro-batches are cut."""
-    pieces = []
-    for start, size in zip((0, sizes[0]), sizes, strict=True):
-        leaves = {}
-        for name, leaf in subject.leaves.items():
-            dim = graph.batch.batch_dims.get(name)
-            leaves[name] = (leaf if dim is None else leaf.narrow(dim, start, size)).clone()
-        pieces.append(replace(subject, batch=rebuild(subject.batch, list(leaves.values())), leaves=leaves))
-    return pieces
-
-
-def _loss(graph: OpGraph, subject: Subject, sizes: Sequence[int]) -> torch.Tensor:
+def _loss(graph: OpGraph, subject: EagerSubject, sizes: Sequence[int]) -> float:
     """Add up the losses of parts as a plan does, in float64."""
     leaves = {name: wide(leaf) for name, leaf in step_batch(graph, subject.leaves, sizes).items()}
-    total, start = torch.zeros((), dtype=torch.float64), 0
+    parts = cut(leaves, graph.batch.batch_dims, sizes)
     with code_in_float64(graph):
-        for size, weight in zip(sizes, loss_weights(graph.loss_reduction, sizes), strict=True):
-            own = {
-                name: leaf
-                if (dim := graph.batch.batch_dims.get(name)) is None
-                else leaf.narrow(dim, start, size)
-                for name, leaf in leaves.items()
-            }
-            total = total + graph_step(graph, subject, wide, own).loss.cpu() * weight
-            start += size
-    return total
+        return sum(
+            (graph_step(graph, subject, wide, part).loss or 0.0) * weight
+            for part, weight in zip(parts, loss_weights(graph.loss_reduction, sizes), strict=True)
+        )

@@ -8,20 +8,24 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 from unittest import mock
 
 import torch
 from torch import Tensor, nn
 
+from cost_models.precision import Precision
 from passes.evaluate.dropout import DropoutOff
-from passes.fidelity.agree import Numbers
+from passes.evaluate.float64 import code_in_float64, wide, widen_module
+from passes.fidelity.agree import StepResult
 from passes.graph.graph import OpGraph
 from passes.trace.export import LossFunction, ModelWithLoss, writes_for_assignments
+from passes.trace.hook_reads import hook_tables, register_hooks
 from passes.trace.loss.reduction import step_batch, step_weights
 from passes.trace.normal.flex import flex_with_backward
+from passes.trace.python_state import PythonState, unchanged
 from passes.trace.watch import caching_off, training_mode
 from runtime.user_code import caller
 
@@ -30,8 +34,8 @@ SEED = 20_240_229
 
 
 @dataclass(frozen=True)
-class Subject:
-    """The model that is run, and the batch that it is run on. ``batch``: in the user's own structure; ``leaves``: of it.
+class EagerSubject:
+    """The model that is run, and the batch that it is run on: ``leaves``, in the user's own structure, as ``batch`` has it.
 
     ``compiler``: the stance of ``torch.compiler``. What the user compiles runs as it is written; ``torch.while_loop`` and
     its like run compiled only.
@@ -43,14 +47,31 @@ class Subject:
     loss_fn: LossFunction | None
     compiler: Literal["force_eager", "default"] = "force_eager"
 
+    @property
+    def roots(self) -> dict[str, object]:
+        """The objects that hold Python state."""
+        return {"": self.model, "loss_fn": self.loss_fn}
 
-def eager_step(subject: Subject) -> Numbers:
+
+@contextlib.contextmanager
+def widened_to_float64(graph: OpGraph, subject: EagerSubject) -> Iterator[tuple[EagerSubject, PythonState]]:
+    """Widen model and batch, and what code makes, to float64; yields them with their state. All is put back afterwards."""
+    with unchanged(subject.roots):
+        for parameter in subject.model.parameters():
+            parameter.grad = None
+        widen_module(subject.model)
+        widened = replace(subject, leaves={name: wide(leaf) for name, leaf in subject.leaves.items()})
+        with code_in_float64(graph), unchanged(widened.roots) as state:
+            yield widened, state
+
+
+def eager_step(subject: EagerSubject) -> StepResult:
     """Run forward and backward of the user's own module in training mode. Its state changes as in any step.
 
     It gets a copy of the batch, which it may write to.
     """
     model = subject.model
-    module = ModelWithLoss(model, subject.batch, subject.loss_fn, training=True, assignments_as_writes=False)
+    module = eager_module(model, subject.batch, subject.loss_fn)
     for parameter in model.parameters():
         parameter.grad = None
     with (
@@ -62,62 +83,100 @@ def eager_step(subject: Subject) -> Numbers:
             loss.backward()
     gradients = {name: p.grad.detach().clone() for name, p in model.named_parameters() if p.grad is not None}
     buffers = {name: buffer.detach().clone() for name, buffer in model.named_buffers()}
-    return Numbers(loss.detach(), gradients, buffers)
+    return StepResult(float(loss.detach()), gradients, {}, buffers)
+
+
+def eager_module(
+    model: nn.Module, batch: object, loss_fn: LossFunction | None, precision: Precision | None = None
+) -> ModelWithLoss:
+    """Return a module from the leaves of a batch like ``batch`` to the loss, its first result, as in a user's own loop.
+
+    ``precision``: says how inputs are cast.
+    """
+    return ModelWithLoss(
+        model, batch, loss_fn, training=True, precision=precision, assignments_as_writes=False
+    )
+
+
+def cut(
+    leaves: Mapping[str, Tensor],
+    batch_dims: Mapping[str, int | None],
+    sizes: Sequence[int],
+    *,
+    turned: bool = False,
+) -> Iterator[dict[str, Tensor]]:
+    """Yield copies of the micro-batches of these sizes. ``turned``: the samples of each in reverse order.
+
+    It is written out once more than in the engine: one that has them wrong must differ.
+    """
+    start = 0
+    for size in sizes:
+        part = {}
+        for name, leaf in leaves.items():
+            dim = batch_dims.get(name)
+            samples = leaf if dim is None else leaf.narrow(dim, start, size)
+            part[name] = (samples.flip(dim) if turned and dim is not None else samples).clone()
+        yield part
+        start += size
 
 
 def graph_step(
     graph: OpGraph,
-    subject: Subject,
+    subject: EagerSubject,
     in_type: Callable[[Tensor], Tensor],
     leaves: Mapping[str, Tensor] | None = None,
-) -> Numbers:
+) -> StepResult:
     """Run forward and backward of the traced graph on the model's state, cast by ``in_type``.
 
     Hooks on parameters run here as well: a plan runs them. ``leaves``: a micro-batch, with all that the graph reads,
     instead of the whole batch; its loss is not weighed.
     """
-    model = subject.model
-    parameters = dict(model.named_parameters())
-    buffers = {name: in_type(b.detach()) for name, b in model.named_buffers()}
+    parameters = dict(subject.model.named_parameters())
+    buffers = {name: in_type(b.detach()) for name, b in subject.model.named_buffers()}
     state: dict[str, Tensor] = {
         name: in_type(p.detach()).detach().requires_grad_(p.requires_grad) for name, p in parameters.items()
     }
     for name, parameter in parameters.items():
         if parameter.requires_grad:
-            _hooked_alike(state[name], parameter)
+            register_hooks(state[name], *(table.values() for table in hook_tables(parameter)))
     weight = 1.0
     if leaves is None:
         leaves = step_batch(graph, subject.leaves, 1)
         (weight,) = step_weights(graph, subject.leaves, 1)
     device = next(iter(subject.leaves.values())).device
-    values = {
-        "parameter": state,
-        "buffer": buffers,
-        "constant": {name: constant.to(device) for name, constant in graph.constants.items()},
-        "batch": leaves,
-    }
-    arguments = []
+    constants = {name: constant.to(device) for name, constant in graph.constants.items()}
+    read: dict[str, Tensor] = {**constants, **buffers, **state}
     for entry in graph.inputs:
-        value = values[entry.kind][entry.name]
-        wanted = graph.nodes[entry.node].meta["val"].dtype
-        if (
-            entry.kind == "parameter" and value.dtype != wanted
-        ):  # a plan's precision: cast as a master copy is
-            value = value.to(wanted)
-        arguments.append(value)
+        if entry.kind == "parameter":  # a plan's precision: cast as a master copy is
+            read[entry.name] = state[entry.name].to(graph.nodes[entry.node].meta["val"].dtype)
     with torch.enable_grad(), _quietly():
-        outputs = graph.module(*arguments)
-        after = dict(buffers)
-        loss = torch.zeros(())
-        for output, value in zip(graph.outputs, outputs, strict=True):
-            if output.kind == "loss":
-                loss = value * weight
-            elif output.kind == "buffer":
-                after[output.name] = value.detach()
-        if loss.requires_grad:
-            loss.backward()  # type: ignore[no-untyped-call]
+        loss, written = run_graph(graph, read, leaves, weight)
     gradients = {name: leaf.grad.detach() for name, leaf in state.items() if leaf.grad is not None}
-    return Numbers(loss.detach(), gradients, after)
+    return StepResult(loss, gradients, {}, {**buffers, **written})
+
+
+def run_graph(
+    graph: OpGraph,
+    state: Mapping[str, Tensor],
+    leaves: Mapping[str, Tensor],
+    weight: float,
+    run: Callable[..., Sequence[Tensor]] | None = None,
+) -> tuple[float, dict[str, Tensor]]:
+    """Run the graph on one batch, and backward from its loss times ``weight``. Returns that, and the written buffers.
+
+    ``run``: runs the graph's ops, if not the module itself does.
+    """
+    arguments = [(leaves if entry.kind == "batch" else state)[entry.name] for entry in graph.inputs]
+    results = (graph.module if run is None else run)(*arguments)
+    loss, written = torch.zeros(()), {}
+    for output, value in zip(graph.outputs, results, strict=True):
+        if output.kind == "loss":
+            loss = value * weight
+        elif output.kind == "buffer":
+            written[output.name] = value.detach()
+    if loss.requires_grad:
+        loss.backward()  # type: ignore[no-untyped-call]
+    return float(loss.detach()), written
 
 
 @contextlib.contextmanager
@@ -130,40 +189,37 @@ def without_gradient_hooks(model: nn.Module) -> Iterator[None]:
         return original(tensor, hook if id(tensor) in kept else _nothing)  # type: ignore[no-untyped-call]
 
     tables = [t for m in model.modules() for t in (m._backward_hooks, m._backward_pre_hooks)]
-    saved = [dict(table) for table in tables]
-    for table in tables:
-        table.clear()
-    try:
-        with mock.patch.object(Tensor, "register_hook", register_hook):
-            yield
-    finally:
-        for table, hooks in zip(tables, saved, strict=True):
-            table.update(hooks)
+    with _changed_hooks(tables, lambda _: None), mock.patch.object(Tensor, "register_hook", register_hook):
+        yield
 
 
 @contextlib.contextmanager
 def drawing_hooks(model: nn.Module, seen: list[Callable[[Any], Any]]) -> Iterator[None]:
     """Note into ``seen`` the hooks on parameters that draw random numbers with torch."""
-    tables: list[Any] = [
-        table
-        for parameter in model.parameters()
-        for table in (parameter._backward_hooks, getattr(parameter, "_post_accumulate_grad_hooks", None))
-        if table
-    ]
-    saved = [dict(table) for table in tables]
 
     def watched(hook: Callable[[Any], Any]) -> Callable[[Any], Any]:
-        def call(given: Any) -> Any:
+        def call(gradient: Any) -> Any:
             before = torch.get_rng_state()
-            result = hook(given)
+            result = hook(gradient)
             if not torch.equal(before, torch.get_rng_state()):
                 seen.append(hook)
             return result
 
         return call
 
+    with _changed_hooks([table for p in model.parameters() for table in hook_tables(p)], watched):
+        yield
+
+
+@contextlib.contextmanager
+def _changed_hooks(
+    tables: Sequence[dict[int, Any]], change: Callable[[Callable[..., Any]], Callable[..., Any] | None]
+) -> Iterator[None]:
+    """Put what ``change`` makes of each hook in its place, where that is something, and the hooks back afterwards."""
+    saved = [dict(table) for table in tables]
     for table, hooks in zip(tables, saved, strict=True):
-        table.update({key: watched(hook) for key, hook in hooks.items()})
+        table.clear()
+        table.update({key: hook for key, old in hooks.items() if (hook := change(old)) is not None})
     try:
         yield
     finally:
@@ -185,20 +241,6 @@ def watch_tensor_hooks(model: nn.Module, seen: dict[str, None]) -> Iterator[None
 
     with mock.patch.object(Tensor, "register_hook", register_hook):
         yield
-
-
-def parameter_hooks(parameter: Tensor) -> tuple[Callable[[Any], Any], ...]:
-    """Return the hooks on the gradient of a parameter, in the order in which they run."""
-    tables = parameter._backward_hooks, getattr(parameter, "_post_accumulate_grad_hooks", None)
-    return tuple(hook for table in tables for hook in (table or {}).values())
-
-
-def _hooked_alike(twin: Tensor, parameter: Tensor) -> None:
-    """Register the hooks of a parameter on the tensor that stands for it."""
-    for hook in (parameter._backward_hooks or {}).values():
-        twin.register_hook(hook)  # type: ignore[no-untyped-call]
-    for hook in (getattr(parameter, "_post_accumulate_grad_hooks", None) or {}).values():
-        twin.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
 
 
 def _nothing(gradient: Tensor) -> None:

@@ -18,7 +18,7 @@ import functools
 import inspect
 import sysconfig
 import types
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
@@ -48,10 +48,27 @@ class Read:
     place: str
 
 
+def hook_tables(parameter: Tensor) -> tuple[dict[int, Any], dict[int, Any]]:
+    """Return a parameter's hooks: functions of the gradient, which may return another one (``register_hook``), and then
+    functions of the parameter with its gradient in place (``register_post_accumulate_grad_hook``).
+    """
+    after: Any = getattr(parameter, "_post_accumulate_grad_hooks", None)
+    return parameter._backward_hooks or {}, after or {}
+
+
 def hooks_of(parameter: Tensor) -> list[Callable[..., Any]]:
     """Return the hooks on the gradient of a parameter, in the order in which they run."""
-    tables = parameter._backward_hooks, getattr(parameter, "_post_accumulate_grad_hooks", None)
-    return [hook for table in tables for hook in (table or {}).values()]
+    return [hook for table in hook_tables(parameter) for hook in table.values()]
+
+
+def register_hooks(
+    parameter: Tensor, before: Iterable[Callable[..., Any]], after: Iterable[Callable[..., Any]]
+) -> None:
+    """Register hooks as ``hook_tables`` tells them apart."""
+    for hook in before:
+        parameter.register_hook(hook)  # type: ignore[no-untyped-call]
+    for hook in after:
+        parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
 
 
 def refuse_hooks_that_read_others(model: nn.Module, model_name: str) -> None:

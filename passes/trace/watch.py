@@ -23,6 +23,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from cost_models.precision import Precision
 from passes.graph.nodes import storage_key
+from passes.trace.hook_reads import hooks_of
 from passes.trace.names import own_dtype_parameters
 from runtime.user_code import caller, innermost_module
 
@@ -235,11 +236,7 @@ def watch_gradient_hooks(model: nn.Module, notes: list[str], opaque: Collection[
     )
     if lost:
         notes.append(f"{NOT_RUN}: {_first_three(list(lost))}")
-    hooked = [
-        name
-        for name, parameter in model.named_parameters()
-        if parameter._backward_hooks or parameter._post_accumulate_grad_hooks
-    ]
+    hooked = [name for name, parameter in model.named_parameters() if hooks_of(parameter)]
     if hooked:
         notes.append(f"{HOOKS_RUN}, on the whole batch's gradient: {_first_three(hooked)}")
 

@@ -9,9 +9,9 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
-from partitioner.verify.compare import Comparison, StepResult
 from partitioner.verify.rank import VerificationTask, build_rank, run_rank
 from partitioner.verify.ranks import compare_ranks, put_together
+from passes.fidelity.agree import ComparedQuantity, StepResult
 from passes.graph.graph import OpGraph
 from passes.graph.recomputed import recomputed_ops
 from passes.lower.lower import lower
@@ -89,7 +89,7 @@ def count_sent(task: VerificationTask) -> dict[tuple[int, int], int]:
 
 def differences(
     task: VerificationTask, loss: float, gradients: Mapping[str, Tensor], results: Sequence[StepResult]
-) -> list[Comparison]:
+) -> list[ComparedQuantity]:
     """Where ranks found another loss, gradient or parameter, each copy by itself; parts of a tensor make one copy."""
     expected = StepResult(loss, gradients, task.state)
     found = compare_ranks(expected, put_together(results, task), task.state, 0.0)

@@ -23,7 +23,7 @@ from partitioner import Plan, partition
 from partitioner.models.as_graph import as_graph
 from partitioner.models.workload import Workload
 from partitioner.record.rebuild import plan_code
-from partitioner.verify.reference import double_copy
+from partitioner.verify.copies import workload_copy
 from passes.evaluate.float64 import float64_by_default
 from passes.graph.graph import OpGraph
 from runtime.program.program import Forward
@@ -52,7 +52,7 @@ def machine(*speeds: float) -> ClusterSpec:
 
 def traced(workload: Workload) -> tuple[Workload, OpGraph]:
     """In float64 already, so that bytes are counted as they are sent."""
-    double = double_copy(workload)
+    double = workload_copy(workload, double=True)
     with float64_by_default():
         return double, as_graph(double)
 

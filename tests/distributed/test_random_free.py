@@ -13,8 +13,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from partitioner.verify.compare import StepResult
 from partitioner.verify.rank import VerificationTask
+from passes.fidelity.agree import StepResult
 from passes.graph.graph import OpGraph
 from passes.graph.recomputed import recomputed_ops
 from passes.graph.verify import verify_graph

@@ -264,7 +264,7 @@ class Faulty:
         pytest.param(
             moments_are_mixed_up,
             feature("zero1"),
-            "float64, resumed, after loading, step 2, optimizer state wte.weight.exp_avg on rank 0",
+            "float64, resumed, after loading, step 2, saved state wte.weight.exp_avg on rank 0",
             marks=pytest.mark.matrix,
         ),
         pytest.param(

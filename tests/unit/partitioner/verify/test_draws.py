@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from partitioner.verify.draws import RecordedDraws, Recorder
+from partitioner.verify.draws import RecordedDraws
 from passes.trace.trace import trace
 
 
@@ -25,16 +25,14 @@ def test_an_op_that_nothing_was_drawn_for_leaves_the_others_their_draws() -> Non
     x = torch.randn(8, 6)
     graph = trace(Noisy(), x, loss_fn=lambda y, batch: y.sum())
     uniform, normal = (node.name for node in graph.ops if "rand" in str(node.target))
-    recorded, recorder = RecordedDraws(graph), Recorder()
-    with recorder:
+    recorded = RecordedDraws(graph)
+    with recorded.recording():
         drawn = torch.randn_like(x)
-    recorded.add(recorder)
     assert list(recorded.draws) == [normal]
     torch.testing.assert_close(recorded.draws[normal][0], drawn)
 
-    both, recorder = RecordedDraws(graph), Recorder()
-    with recorder:
+    both = RecordedDraws(graph)
+    with both.recording():
         first, _, second = torch.rand_like(x), torch.rand(3), torch.randn_like(x)
-    both.add(recorder)
     assert list(both.draws) == [uniform, normal]
     torch.testing.assert_close([both.draws[uniform][0], both.draws[normal][0]], [first, second])

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 from torch.fx import Graph, GraphModule
 
-from partitioner.verify.compare import StepResult
 from partitioner.verify.rank import VerificationTask, own_state
 from partitioner.verify.ranks import compare_ranks, put_together
+from passes.fidelity.agree import StepResult
 from passes.lower.lower import lower
 from passes.lower.segment import Segmentation
 from runtime.mesh.sharding import Block

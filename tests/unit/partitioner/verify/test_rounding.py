@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from partitioner.verify.compare import StepResult, compare, rounding_only
-from partitioner.verify.rounding import RoundedOnceMore, allowed_by_rounding
+from partitioner.verify.rounding import RoundedOnceMore, allowed_by_rounding, rounding_only
+from passes.fidelity.agree import StepResult, compare
 
 RATE = 1e-3
 

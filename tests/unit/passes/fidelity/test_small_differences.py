@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from partitioner import ModelError
 from partitioner.models.as_graph import as_graph
 from passes.fidelity import check
-from passes.fidelity.agree import Numbers
+from passes.fidelity.agree import StepResult
 from passes.fidelity.check import check_fidelity
-from passes.fidelity.steps import Subject, eager_step
+from passes.fidelity.steps import EagerSubject, eager_step
 from passes.trace.trace import trace
 
 
@@ -96,7 +96,7 @@ def test_a_slow_model_runs_few_steps_and_the_plan_says_what_was_not_tried(
     """One step where it is slow; none in float64 where that would be."""
     ran: list[torch.dtype] = []
 
-    def step(subject: Subject) -> Numbers:
+    def step(subject: EagerSubject) -> StepResult:
         ran.append(next(subject.model.parameters()).dtype)
         return eager_step(subject)
 

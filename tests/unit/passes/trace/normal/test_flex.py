@@ -11,7 +11,7 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from passes.costs.costs import cost_graph
-from passes.fidelity.steps import Subject, eager_step, graph_step
+from passes.fidelity.steps import EagerSubject, eager_step, graph_step
 from passes.graph.nodes import argument, op_name, tensors_of
 from passes.trace.batch import flatten_batch
 from passes.trace.trace import trace
@@ -71,7 +71,7 @@ def test_its_graph_computes_what_torch_defines(model: dict[str, bool], ops: set[
         (attention,) = (n for n in graph.ops if op_name(n) == "scaled_dot_product_attention")
         assert attention.args[3] is None  # the mask became is_causal
         assert attention.args[5] is True
-    subject = Subject(module, batch, flatten_batch(batch), None)
+    subject = EagerSubject(module, batch, flatten_batch(batch), None)
     expected, found = eager_step(subject), graph_step(graph, subject, lambda tensor: tensor)
     torch.testing.assert_close(found.loss, expected.loss, rtol=1e-12, atol=1e-12)
     assert found.gradients.keys() == expected.gradients.keys()
@@ -186,7 +186,7 @@ def test_masks_of_transformers_are_causal_or_hide_padding() -> None:
     module = llama()
     graph = trace(module, batch)
     assert "flex_attention" in [op_name(node) for node in graph.ops]
-    subject = Subject(module, batch, flatten_batch(batch), None)
+    subject = EagerSubject(module, batch, flatten_batch(batch), None)
     expected, found = eager_step(subject), graph_step(graph, subject, lambda tensor: tensor)
     torch.testing.assert_close(found.loss, expected.loss, rtol=1e-12, atol=1e-12)
     for name, gradient in expected.gradients.items():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from cost_models.cluster import ClusterSpec
-from partitioner.verify.noted_shards import noted_copies
+from partitioner.verify.first_difference import noted_copies
 from tests.support.made_plans import made_hybrid_plan
 
 PLAN = made_hybrid_plan(ClusterSpec.parse("A100-40GB:7"), ({"outer": 2, "inner": 2}, {"all": 2}, {}))

@@ -6,21 +6,32 @@ import pytest
 import torch
 from torch import Tensor
 
+from partitioner.engine.optimizers import made
 from partitioner.models.bundled import bundled
 from partitioner.models.workload import Workload
-from partitioner.verify.grow_batch import grow_batch, ignore_unevenly
-from partitioner.verify.reference import (
+from partitioner.verify.eager import (
+    EagerModel,
     counted_means,
-    reference_step,
     weights_by_definition,
     why_in_pieces,
     written_once,
 )
+from partitioner.verify.grow_batch import grow_batch, ignore_unevenly
 from passes.evaluate.copied_module import copied_module
+from passes.fidelity.agree import StepResult
+from passes.graph.graph import OpGraph
 from passes.trace.batch import flatten_batch
 from passes.trace.export import loss_and_metrics
 from passes.trace.trace import trace
 from tests.unit.passes.trace.loss.test_token_mean import IGNORED, Tagger, batch, plain
+
+
+def eager_step(
+    workload: Workload, batch: dict[str, Tensor], graph: OpGraph, sizes: tuple[int, ...]
+) -> StepResult:
+    """One step that moves nothing."""
+    model = EagerModel(workload, graph, lambda named: made("none", [{"params": [p for _, p in named]}], 0.0))
+    return model.steps([(batch, sizes)], double=True)[0]
 
 
 def test_grown_batches_of_language_models_have_unlike_numbers_of_labels() -> None:
@@ -28,7 +39,7 @@ def test_grown_batches_of_language_models_have_unlike_numbers_of_labels() -> Non
     assert (workload.example_inputs["labels"] == IGNORED).any()
     graph = trace(workload.model, workload.example_inputs)
     grown = grow_batch(workload.example_inputs, graph.batch.batch_dims, workload.model, 6)
-    made = ignore_unevenly(grown, workload.model, graph)
+    made = ignore_unevenly(grown, graph)
     valid = (made["labels"] != IGNORED).view(3, -1).sum(1).tolist()
     assert len(set(valid)) == 3
     assert min(valid) > 0
@@ -38,7 +49,7 @@ def test_grown_batches_of_language_models_have_unlike_numbers_of_labels() -> Non
 def test_labels_that_may_not_be_ignored_stay() -> None:
     whole = {name: leaf for name, leaf in batch(4, ignored=0.0).items() if name != "mask"}
     graph = trace(Tagger(), whole, loss_fn=plain)
-    assert torch.equal(ignore_unevenly(whole, Tagger(), graph)["labels"], whole["labels"])
+    assert torch.equal(ignore_unevenly(whole, graph)["labels"], whole["labels"])
 
 
 class Normed(Tagger):
@@ -58,7 +69,7 @@ def test_in_pieces_each_call_is_divided_by_the_whole_batchs_labels() -> None:
     reference = Workload(Normed(), whole, plain)
     graph = trace(reference.model, whole, loss_fn=plain)
     assert "batch norm" in why_in_pieces(graph)
-    found = reference_step(reference, whole, whole, graph, (2, 2, 2), "none", 0.0)
+    found = eager_step(reference, whole, graph, (2, 2, 2))
     model, total = copied_module(reference.model).train(), 0.0
     for piece in ({n: t[i : i + 2] for n, t in whole.items()} for i in (0, 2, 4)):
         output = model(piece["tokens"]).flatten(0, 1)
@@ -111,8 +122,8 @@ def test_a_running_mean_goes_in_pieces() -> None:
     graph = trace(reference.model, whole, loss_fn=plain)
     why = why_in_pieces(graph)
     assert "samples are coupled at " in why or "running average" in why
-    assert "test_reference.py:" in why
-    found = reference_step(reference, whole, whole, graph, (2, 2, 2), "none", 0.0)
+    assert "test_eager.py:" in why
+    found = eager_step(reference, whole, graph, (2, 2, 2))
     model = copied_module(reference.model).train()
     for start in (0, 2, 4):
         model(whole["tokens"][start : start + 2])
@@ -126,7 +137,7 @@ def test_a_buffer_that_a_batch_writes_once_needs_no_pieces_and_starts_each_from_
     assert why_in_pieces(graph) == ""
     assert written_once(graph) == ["calls"]
     for sizes in ((2, 2, 2), (6,)):
-        found = reference_step(reference, whole, whole, graph, sizes, "none", 0.0)
+        found = eager_step(reference, whole, graph, sizes)
         assert float(found.buffers["calls"]) == 1
 
 
@@ -141,7 +152,7 @@ def test_micro_batches_have_the_plans_sizes_and_count_by_them() -> None:
     assert graph.loss_reduction == "mean"
     expected = by_sample(reference.model(whole["tokens"]), whole)
     for sizes in ((6, 4, 4), (14,), (1, 13)):
-        found = reference_step(reference, whole, whole, graph, sizes, "none", 0.0)
+        found = eager_step(reference, whole, graph, sizes)
         assert found.loss is not None
         assert abs(found.loss - float(expected.detach())) < 1e-12
 
@@ -170,8 +181,8 @@ def test_labels_are_counted_in_the_models_own_types_too() -> None:
     whole = batch(6, empty=(4, 5))
     reference = Workload(AsksForFloat32(), whole, plain)
     graph = trace(reference.model, whole, loss_fn=plain)
-    means = counted_means(reference, whole, whole, graph, (2, 2, 2), double=False)
+    means = counted_means(reference, whole, graph, (2, 2, 2), double=False)
     means.start(0)
     assert not means.counting
     with pytest.raises(TypeError, match="dtype"):
-        counted_means(reference, whole, whole, graph, (2, 2, 2), double=True)
+        counted_means(reference, whole, graph, (2, 2, 2), double=True)

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import torch
 
-from partitioner.verify.compare import StepResult, compare
+from passes.fidelity.agree import StepResult, compare
 
 
 def step(gradient: torch.Tensor, loss: float | None = 1.0) -> StepResult:
