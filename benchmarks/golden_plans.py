@@ -43,7 +43,7 @@ from passes.evaluate.programs import inference_programs, inference_segments
 from passes.evaluate.sharding import reuse_sharding
 from passes.graph.graph import OpGraph
 from passes.shard.shard import shard_graph
-from runtime.simulate.simulate import Simulation
+from runtime.simulate.simulation import Simulation
 
 ROOT = Path(__file__).parents[1]
 HASHES = Path(__file__).with_suffix(".sha256")

@@ -30,8 +30,8 @@ from runtime.program.program import (
     Value,
 )
 from runtime.schedules import SCHEDULES
-from runtime.simulate.groups import simulate_groups
 from runtime.simulate.simulate import simulate
+from tests.support.simulate_ranks import simulate_ranks
 
 INNER = 8
 """Ranks of a node, over which a layer is split."""
@@ -117,7 +117,7 @@ def main() -> None:
     some = some_of_each(graph)
     print(timed(f"proof by groups, {len(some)} members", lambda: prove(some)))
     cluster = timed("cluster", lambda: ClusterSpec.preset("dgx-h100", nodes=graph.world_size // INNER))
-    timed("simulation by groups", lambda: simulate_groups(groups, links=cluster))
+    timed("simulation by groups", lambda: simulate(groups, links=cluster))
     timed(f"proof by groups, {graph.world_size} members", lambda: prove(range(graph.world_size)))
     if given.all_ranks:
         programs = timed("programs of all ranks", groups.all)
@@ -125,7 +125,7 @@ def main() -> None:
             "proof by all ranks",
             lambda: check(programs, graph, given.microbatches, tied=tied, one_queue=True),
         )
-        timed("simulation of all ranks", lambda: simulate(programs, graph, links=cluster))
+        timed("simulation of all ranks", lambda: simulate_ranks(programs, graph, links=cluster))
 
 
 if __name__ == "__main__":

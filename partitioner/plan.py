@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from partitioner.models.as_graph import ModelOrTrace
     from partitioner.report.profile import Profile
     from partitioner.verify.report import TrainReport, VerifyReport
-    from runtime.simulate.simulate import Simulation
+    from runtime.simulate.simulation import Simulation
 
 
 class Plan(PlanData):

@@ -20,7 +20,7 @@ from partitioner.pictures.cost_graph_data import graph_plan_differences
 from partitioner.plan import Plan
 from partitioner.report.text import hanging
 from partitioner.report.timeline import step_picture
-from runtime.simulate.simulate import Simulation
+from runtime.simulate.simulation import Simulation
 from runtime.simulate.timeline import render
 from runtime.simulate.trace_events import chrome_trace, save_trace
 

@@ -34,7 +34,7 @@ from runtime.measure.measured_step import (
 from runtime.program.relabel import RankMap
 from runtime.ranks.clock_offset import ClockOffset, clock_offset, system_name
 from runtime.ranks.side_group import SideGroup
-from runtime.simulate.simulate import Simulation
+from runtime.simulate.simulation import Simulation
 
 
 def profile_steps(

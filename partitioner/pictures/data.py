@@ -24,7 +24,7 @@ from partitioner.record.rebuild import proved_programs, simulate_plan
 from partitioner.report.diff import diff_plans
 from partitioner.report.sharding import collective_name, devices_text, mesh_text
 from runtime.collector import collector_paused
-from runtime.simulate.simulate import Simulation
+from runtime.simulate.simulation import Simulation
 
 MOST_SPANS = 60_000
 """The most spans of a timeline: a page of more would be larger than 2 MB. Lanes beyond it are left out, and counted."""

@@ -21,7 +21,7 @@ from cost_models.arrays import FloatArray
 from partitioner.pictures.lanes import Lane, Lanes
 from partitioner.record.data import PlanData
 from runtime.simulate.memory import Held
-from runtime.simulate.simulate import Simulation
+from runtime.simulate.simulation import Simulation
 
 MOST_POINTS = 600
 """The most moments of a curve: as many as a picture has columns. Between two of them the fullest moment is kept."""

@@ -6,7 +6,7 @@ from collections import defaultdict
 from typing import Any
 
 from partitioner.record.data import PlanData
-from runtime.simulate.simulate import Simulation
+from runtime.simulate.simulation import Simulation
 
 MOST_RANKS = 64
 """The most devices of a traffic matrix; larger clusters have a row per node."""

@@ -16,7 +16,7 @@ from partitioner.record.data import PlanData
 from partitioner.record.other_rates import on_cluster, with_links
 from partitioner.record.rebuild import at_costs_of, group_programs, simulate_plan
 from runtime.program.members import GroupPrograms
-from runtime.simulate.simulate import Simulation
+from runtime.simulate.simulation import Simulation
 
 LINKS = (0.5, 2.0)
 BATCHES = (0.5, 2.0)

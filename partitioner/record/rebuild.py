@@ -33,7 +33,7 @@ from runtime.mesh.ranks_along import all_ranks_along
 from runtime.program.members import GroupPrograms
 from runtime.program.program import Program, Segment, SegmentCost, SegmentGraph, TiedGroup, Value
 from runtime.program.relabel import RankMap, relabelled_programs, relabelled_segments
-from runtime.simulate.simulate import Simulation
+from runtime.simulate.simulation import Simulation
 
 
 def ranks_in_order(plan: PlanData) -> RankMap:

@@ -32,7 +32,7 @@ from partitioner.report.comparison import (
 )
 from partitioner.report.profile_file import MeasuredTrace, Sent, Slice
 from runtime.measure.measured_step import RankTimes, simulated_times
-from runtime.simulate.simulate import Simulation
+from runtime.simulate.simulation import Simulation
 
 KINDS = {"F": "forward", "B": "backward", "I": "input half", "W": "weight half"}
 _COMPUTE = re.compile(r"([0-9]+)([FBIW])([0-9]+)")

@@ -13,7 +13,7 @@ from partitioner.report.profile_file import KEY, ProfileFacts
 from partitioner.report.text import columns, labelled, rate_text
 from runtime.measure.measured_step import RankTimes
 from runtime.program.program import Backward, BackwardInput, BackwardWeight, Compute, Forward
-from runtime.simulate.simulate import Simulation
+from runtime.simulate.simulation import Simulation
 from runtime.simulate.timeline import render
 from runtime.simulate.trace_events import chrome_trace, save_trace
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from partitioner.report.text import labelled, text_width
-from runtime.simulate.simulate import Simulation
+from runtime.simulate.simulation import Simulation
 from runtime.simulate.timeline import render_within
 
 MOST_ROWS = 16

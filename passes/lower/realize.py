@@ -22,7 +22,7 @@ from passes.lower.segment import Segmentation, by_reach, by_stage
 from passes.lower.step import programs_for, simulate_step
 from runtime.program.members import GroupPrograms
 from runtime.program.program import Program
-from runtime.simulate.simulate import Simulation
+from runtime.simulate.simulation import Simulation
 
 
 @dataclass(frozen=True, eq=False)

@@ -23,8 +23,9 @@ from runtime.program.program import (
     TransferSeconds,
 )
 from runtime.schedules import SCHEDULES
-from runtime.simulate.groups import simulate_groups
-from runtime.simulate.simulate import Overheads, Simulation
+from runtime.simulate.flatten import Overheads
+from runtime.simulate.simulate import simulate
+from runtime.simulate.simulation import Simulation
 
 SumKey: TypeAlias = tuple[tuple[str, ...], tuple[int, ...]]
 """The parameters, and the ranks of one of the groups that sum, ascending."""
@@ -101,7 +102,7 @@ def simulate_step(
         return SumCost(seconds, sum_bytes(size_bytes, ranks, reduction.scattered))
 
     host = cluster.host_costs
-    simulation = simulate_groups(
+    simulation = simulate(
         programs,
         links=cluster,
         contention=cluster.contention({rank for s in programs.graph.segments for rank in s.ranks}),

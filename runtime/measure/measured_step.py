@@ -24,7 +24,7 @@ from runtime.program.program import (
     ReduceGradients,
     Send,
 )
-from runtime.simulate.simulate import Simulation, Span, Transfer
+from runtime.simulate.simulation import Simulation, Span, Transfer
 
 BACKWARDS = (Backward, BackwardInput, BackwardWeight)
 

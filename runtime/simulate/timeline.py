@@ -17,7 +17,7 @@ from runtime.program.program import (
     Instruction,
     OptimizerStep,
 )
-from runtime.simulate.simulate import Simulation, Span
+from runtime.simulate.simulation import Simulation, Span
 
 FEWEST_COLUMNS = 10
 """The least columns of a row that say anything."""

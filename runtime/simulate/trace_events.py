@@ -27,9 +27,8 @@ from runtime.program.program import (
     OptimizerStep,
     ReduceGradients,
 )
-from runtime.simulate.equal_ranks import equal_ranks
 from runtime.simulate.memory import MemoryCurve
-from runtime.simulate.simulate import Simulation, Span, Transfer
+from runtime.simulate.simulation import Simulation, Span, Transfer, equal_ranks
 
 Event: TypeAlias = dict[str, Any]
 

@@ -10,7 +10,7 @@ from passes.graph.state import owning_units
 from passes.lower.candidate import anywhere
 from passes.search.explain import Way
 from passes.search.free.list_judge import ListJudge
-from runtime.simulate.simulate import Simulation
+from runtime.simulate.simulation import Simulation
 
 MOST_DEVICES = 32
 """Devices of a cluster that are tried: each is a simulation or two. By hand: a table of more is not read."""

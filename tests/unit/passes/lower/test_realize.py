@@ -25,7 +25,7 @@ from passes.search.request import Request
 from passes.trace.trace import trace
 from runtime.check.check import check
 from runtime.program.program import Forward
-from runtime.simulate.simulate import Simulation
+from runtime.simulate.simulation import Simulation
 from tests.support.towers import Towers, tower_of, traced
 
 TWO, JOB = ClusterSpec.local(2), Job(8)

@@ -18,9 +18,9 @@ from runtime.check.check import check
 from runtime.program.order import build_programs
 from runtime.program.program import Segment, SegmentCost, SegmentGraph, TiedGroup, Value
 from runtime.schedules import SCHEDULES
-from runtime.simulate.simulate import simulate
 from tests.support.matrix import drawn
 from tests.support.random_graphs import RandomModel, random_model, random_placement
+from tests.support.simulate_ranks import simulate_ranks
 
 
 def test_a_split_chain_has_one_segment_per_stage() -> None:
@@ -55,7 +55,7 @@ def test_any_placement_is_segmented_scheduled_proved_and_simulated(
     programs = build_programs(segments, orders, microbatches, transfer_seconds=lambda *_: 0.1, tied=tied)
     proof = check(programs, segments, microbatches, tied=tied)
     assert proof.instructions == sum(len(program.instructions) for program in programs)
-    simulation = simulate(programs, segments, links=ClusterSpec.local(ranks))
+    simulation = simulate_ranks(programs, segments, links=ClusterSpec.local(ranks))
     work = sum((s.cost.forward_seconds + s.cost.backward_seconds * s.has_backward) for s in segments.segments)
     assert simulation.step_seconds >= microbatches * work / ranks - 1e-9
 
@@ -71,7 +71,7 @@ def test_merging_keeps_segments_acyclic_and_never_slower(seed: int, ranks: int) 
         segments, _ = summary(model, segmentation, ranks)
         orders = SCHEDULES["list"].order(segments, 2)
         programs = build_programs(segments, orders, 2, transfer_seconds=lambda *_: 0.0)
-        return simulate(programs, segments, links=ClusterSpec.local(ranks)).step_seconds
+        return simulate_ranks(programs, segments, links=ClusterSpec.local(ranks)).step_seconds
 
     after = merge(model.graph, before, makespan, limit=30)
     _is_sound(model.graph, after, placement)

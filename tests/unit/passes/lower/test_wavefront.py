@@ -16,8 +16,9 @@ from passes.lower.segment import Segmentation, by_reach, by_stage
 from passes.lower.step import programs_for
 from passes.lower.summarize import segment_graph
 from runtime.check.check import check
-from runtime.simulate.simulate import Simulation, simulate
+from runtime.simulate.simulation import Simulation
 from runtime.simulate.timeline import render
+from tests.support.simulate_ranks import simulate_ranks
 
 STEPS, BATCH = 2, 4
 
@@ -80,4 +81,4 @@ def _simulated(
     segments = segment_graph(graph, costs, segmentation, cluster, BATCH)
     programs = programs_for(segments, cluster, schedule, 1, []).all()
     check(programs, segments, 1)
-    return simulate(programs, segments, links=cluster)
+    return simulate_ranks(programs, segments, links=cluster)

@@ -31,7 +31,7 @@ from runtime.program.program import (
 )
 from runtime.program.timing import time_orders
 from runtime.schedules import SCHEDULES
-from runtime.simulate.simulate import simulate
+from tests.support.simulate_ranks import simulate_ranks
 from tests.support.uniform_links import UniformLinks
 from tests.unit.runtime.program.test_between_groups import pipeline
 from tests.unit.runtime.schedules.helpers import COST, no_time
@@ -59,8 +59,8 @@ def test_programs_are_proved_and_their_late_receives_charged(
     )
     proof = check(late, graph, microbatches, tied=tied, one_queue=True)
     assert proof.rules[-1].endswith("for messages or for everything")
-    slower = simulate(late, graph, links=LINKS).step_seconds
-    assert slower >= simulate(early, graph, links=LINKS).step_seconds
+    slower = simulate_ranks(late, graph, links=LINKS).step_seconds
+    assert slower >= simulate_ranks(early, graph, links=LINKS).step_seconds
     assert (early == late) is (max(sizes) == 1), (
         "only what ranks compute together has collectives to wait for"
     )

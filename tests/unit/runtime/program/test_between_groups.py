@@ -30,7 +30,7 @@ from runtime.program.program import (
 from runtime.program.relabel import RankMap, relabelled_programs, relabelled_segments
 from runtime.program.timing import quick_makespan
 from runtime.schedules import SCHEDULES
-from runtime.simulate.simulate import simulate
+from tests.support.simulate_ranks import simulate_ranks
 from tests.support.uniform_links import UniformLinks
 from tests.unit.runtime.schedules.helpers import no_time
 
@@ -87,7 +87,7 @@ def test_programs_are_proved_and_simulated_to_the_byte(sizes: tuple[int, ...], s
     programs = programs_of(graph, schedule, microbatches)
     crossing = sum(a + b - math.gcd(a, b) for a, b in itertools.pairwise(sizes))
     assert check(programs, graph, microbatches).messages == 2 * crossing * microbatches
-    simulation = simulate(programs, graph, links=UniformLinks(1e9))
+    simulation = simulate_ranks(programs, graph, links=UniformLinks(1e9))
     assert sum(simulation.pair_bytes.values()) == 2 * ELEMENTS * (len(sizes) - 1) * microbatches
     wanted: defaultdict[tuple[int, int], float] = defaultdict(float)
     for value in graph.values:
@@ -105,7 +105,7 @@ def test_the_bubble_of_equal_stages_with_free_links(
     graph, microbatches = pipeline((width,) * stages, rounds), 4
     programs = programs_of(graph, schedule, microbatches)
     check(programs, graph, microbatches)
-    simulation = simulate(programs, graph, links=UniformLinks(math.inf))
+    simulation = simulate_ranks(programs, graph, links=UniformLinks(math.inf))
     bubble = (stages - 1) / (rounds * microbatches + stages - 1)
     assert simulation.bubble_fraction == pytest.approx(bubble, abs=1e-12)
 
@@ -115,7 +115,7 @@ def test_a_whole_copy_for_every_reader(sizes: tuple[int, ...]) -> None:
     graph = pipeline(sizes, split=False)
     programs = programs_of(graph, "1f1b", 3)
     check(programs, graph, 3)
-    simulation = simulate(programs, graph, links=UniformLinks(1e9))
+    simulation = simulate_ranks(programs, graph, links=UniformLinks(1e9))
     crossing = sum(ELEMENTS * (b + 1) for b in sizes[1:])
     assert sum(simulation.pair_bytes.values()) == crossing * 3
 
@@ -130,7 +130,7 @@ def test_nothing_is_faster_than_the_timing_pass_says(sizes: tuple[int, ...]) -> 
     orders = SCHEDULES["1f1b"].order(graph, 4)
     programs = build_programs(graph, orders, 4, transfer_seconds=seconds)
     check(programs, graph, 4)
-    simulation = simulate(programs, graph, links=links)
+    simulation = simulate_ranks(programs, graph, links=links)
     assert simulation.step_seconds >= quick_makespan(graph, orders, 4, seconds) * (1 - 1e-12)
 
 
@@ -165,7 +165,7 @@ def test_a_group_waits_for_the_slowest_of_its_ranks() -> None:
         "h0", 0, (1,), ELEMENTS, True, (first, second._replace(size_bytes=24)), value.gradient_pieces
     )
     graph = SegmentGraph(graph.segments, (uneven,), graph.world_size)
-    simulation = simulate(programs_of(graph, "gpipe", 1), graph, links=UniformLinks(1.0))
+    simulation = simulate_ranks(programs_of(graph, "gpipe", 1), graph, links=UniformLinks(1.0))
     starts = [spans[0].start_seconds for spans in simulation.timeline]
     assert starts[1] == starts[2] > 24.0
 
@@ -181,14 +181,14 @@ def test_a_transfer_of_one_rank_slows_its_group() -> None:
     )
     orders = ((Forward(0, 0), Forward(0, 1), Backward(0, 0), Backward(0, 1)), (Forward(1, 0), Forward(1, 1)))
     programs = build_programs(graph, orders, 2, transfer_seconds=no_time)
-    simulation = simulate(programs, graph, links=UniformLinks(1.0), contention=2.0)
+    simulation = simulate_ranks(programs, graph, links=UniformLinks(1.0), contention=2.0)
     first = [spans[0] for spans in simulation.timeline[1:]]
     assert [(span.start_seconds, span.end_seconds) for span in first] == [(24.0, 24.0 + 100.0 + 12.0)] * 2
 
 
 def test_a_group_holds_what_it_receives_in_pieces() -> None:
     graph = pipeline((1, 2))
-    simulation = simulate(programs_of(graph, "gpipe", 1), graph, links=UniformLinks(math.inf))
+    simulation = simulate_ranks(programs_of(graph, "gpipe", 1), graph, links=UniformLinks(math.inf))
     half = ELEMENTS // 2
     assert simulation.peak_bytes[1] == simulation.peak_bytes[2] == COST.saved_bytes + half + half
 

@@ -23,8 +23,9 @@ from runtime.program.program import (
     TiedGroup,
 )
 from runtime.schedules import SCHEDULES
-from runtime.simulate.groups import simulate_groups
-from runtime.simulate.simulate import Simulation, simulate
+from runtime.simulate.simulate import simulate
+from runtime.simulate.simulation import Simulation
+from tests.support.simulate_ranks import simulate_ranks
 from tests.support.uniform_links import UniformLinks
 from tests.unit.runtime.program.test_between_groups import pipeline
 from tests.unit.runtime.schedules.helpers import no_time
@@ -124,8 +125,8 @@ def stepped(shares: tuple[float, float], contention: float) -> Simulation:
             reduce_ready=lambda reduction: (0, ready[reduction.parameters[0]]),
         )
         for run, programs in (
-            (simulate_groups, groups),
-            (lambda programs, **options: simulate(programs, ALONE, **options), groups.all()),
+            (simulate, groups),
+            (lambda programs, **options: simulate_ranks(programs, ALONE, **options), groups.all()),
         )
     ]
     by_group, by_rank = found

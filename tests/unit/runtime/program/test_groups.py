@@ -30,7 +30,7 @@ from runtime.program.program import (
 )
 from runtime.program.timing import quick_makespan
 from runtime.schedules import SCHEDULES
-from runtime.simulate.simulate import simulate
+from tests.support.simulate_ranks import simulate_ranks
 from tests.support.uniform_links import UniformLinks
 from tests.unit.runtime.schedules.helpers import COST, no_time
 
@@ -100,7 +100,7 @@ def test_a_rank_takes_part_in_its_own_sums_only() -> None:
 
 
 def test_groups_run_side_by_side_when_simulated() -> None:
-    simulation = simulate(
+    simulation = simulate_ranks(
         independent(), INDEPENDENT, links=UniformLinks(1e9), state_bytes=[1, 2, 30, 4, 5, 600]
     )
     assert simulation.step_seconds == 15.0, "the slow stage's own forward and backward"
@@ -177,7 +177,7 @@ def test_neither_checker_nor_simulator_take_messages_handed_to_whole_groups(
     with pytest.raises(InternalError, match=refused):
         check(copied, graph, 1)
     with pytest.raises(InternalError, match=refused):
-        simulate(copied, graph, links=UniformLinks(1e9))
+        simulate_ranks(copied, graph, links=UniformLinks(1e9))
 
 
 def test_groups_that_overlap_are_refused() -> None:

@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 
 from runtime.program.order import build_programs
 from runtime.simulate.event_loop import EventLoop
-from runtime.simulate.simulate import simulate
 from tests.support.matrix import drawn
 from tests.support.random_dags import Case, cases
+from tests.support.simulate_ranks import simulate_ranks
 from tests.support.uniform_links import UniformLinks
 
 
@@ -35,6 +35,6 @@ def test_computes_end_when_they_would_if_each_change_of_speed_timed_them_again(
     ends = []
     for loop in (EventLoop, TimedAtEachChange):
         with patch("runtime.simulate.simulate.EventLoop", loop):
-            simulation = simulate(programs, case.graph, links=UniformLinks(bandwidth), contention=1.6)
+            simulation = simulate_ranks(programs, case.graph, links=UniformLinks(bandwidth), contention=1.6)
         ends.append([span.end_seconds for spans in simulation.timeline for span in spans])
     assert ends[0] == pytest.approx(ends[1], rel=1e-9, abs=1e-12)

@@ -16,7 +16,8 @@ from runtime.program.program import (
     TiedGroup,
     Value,
 )
-from runtime.simulate.simulate import Simulation, simulate
+from runtime.simulate.simulation import Simulation
+from tests.support.simulate_ranks import simulate_ranks
 from tests.unit.runtime.schedules.helpers import no_time
 
 
@@ -39,7 +40,7 @@ def run(*computing: Segment, tied: tuple[TiedGroup, ...] = (), message_bytes: in
     led = {segment.rank: segment.index for segment in graph.segments}
     orders = tuple((Forward(led[rank], 0),) if rank in led else () for rank in range(6))
     programs = build_programs(graph, orders, 1, transfer_seconds=no_time, tied=tied)
-    return simulate(programs, graph, links=Wires(), reduce_seconds=lambda _: 4.0)
+    return simulate_ranks(programs, graph, links=Wires(), reduce_seconds=lambda _: 4.0)
 
 
 def talking(ranks: tuple[int, int], seconds: float) -> Segment:

@@ -15,8 +15,9 @@ from runtime.program.program import Collective, ReduceGradients, SegmentCost, Se
 from runtime.schedules import SCHEDULES
 from runtime.simulate.fair_share import Links
 from runtime.simulate.flatten import Overheads
-from runtime.simulate.groups import simulate_groups
-from runtime.simulate.simulate import Simulation, simulate
+from runtime.simulate.simulate import simulate
+from runtime.simulate.simulation import Simulation
+from tests.support.simulate_ranks import simulate_ranks
 from tests.support.uniform_links import UniformLinks
 from tests.support.work import calls
 from tests.unit.runtime.program.test_between_groups import GROUPS, pipeline
@@ -39,8 +40,8 @@ def programs_of(
 def both(groups: GroupPrograms, links: Links, **costs: object) -> tuple[Simulation, Simulation]:
     """Simulate the groups, and every rank's own program."""
     costs = {"microbatch_scale": SCALE, "state_bytes": list(range(groups.graph.world_size)), **costs}
-    by_rank = simulate(groups.all(), groups.graph, links=links, **costs)  # type: ignore[arg-type]
-    return simulate_groups(groups, links=links, **costs), by_rank  # type: ignore[arg-type]
+    by_rank = simulate_ranks(groups.all(), groups.graph, links=links, **costs)  # type: ignore[arg-type]
+    return simulate(groups, links=links, **costs), by_rank  # type: ignore[arg-type]
 
 
 def same(by_group: Simulation, by_rank: Simulation) -> None:
@@ -185,6 +186,6 @@ def test_thousands_of_ranks_take_the_work_of_their_groups() -> None:
     def work(width: int) -> int:
         graph, tied = quotient_scale.pipeline(16, width)
         groups = programs_of(graph, microbatches=64, tied=tuple(tied))
-        return calls(lambda: simulate_groups(groups, links=UniformLinks(1e9)))
+        return calls(lambda: simulate(groups, links=UniformLinks(1e9)))
 
     assert work(256) <= 4 * work(8)

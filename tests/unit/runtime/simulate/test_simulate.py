@@ -38,9 +38,11 @@ from runtime.program.program import (
 from runtime.program.timing import quick_makespan
 from runtime.schedules import SCHEDULES
 from runtime.simulate.fair_share import FairShare
-from runtime.simulate.simulate import Overheads, Simulation, simulate
+from runtime.simulate.flatten import Overheads
+from runtime.simulate.simulation import Simulation
 from tests.support.matrix import drawn
 from tests.support.random_dags import Case, cases
+from tests.support.simulate_ranks import simulate_ranks
 from tests.support.uniform_links import UniformLinks
 from tests.support.work import calls
 from tests.unit.runtime.schedules.helpers import chain, gpipe, no_time, one_f_one_b
@@ -60,7 +62,7 @@ class OneWire:
 
 def run(graph: SegmentGraph, order: ComputeOrder, microbatches: int, **options: object) -> Simulation:
     programs = build_programs(graph, order, microbatches, transfer_seconds=no_time)
-    return simulate(programs, graph, **{"links": INSTANT, **options})  # type: ignore[arg-type]
+    return simulate_ranks(programs, graph, **{"links": INSTANT, **options})  # type: ignore[arg-type]
 
 
 # Closed forms
@@ -113,7 +115,7 @@ def test_random_programs_run_and_never_beat_the_quick_makespan(case: Case) -> No
             return Path((f"{a}>{b}",), rate, 0.0)
 
     for device_queues in (False, True):
-        simulation = simulate(programs, case.graph, links=CaseLinks(1.0), device_queues=device_queues)
+        simulation = simulate_ranks(programs, case.graph, links=CaseLinks(1.0), device_queues=device_queues)
         quick = quick_makespan(case.graph, case.orders, case.microbatches, case.transfer_seconds)
         assert simulation.step_seconds >= quick - 1e-9 * quick
         if case.transfer == 0.0 and not device_queues:
@@ -129,8 +131,8 @@ def test_random_programs_run_on_one_shared_wire_with_contention(case: Case) -> N
     programs = build_programs(
         case.graph, case.orders, case.microbatches, transfer_seconds=case.transfer_seconds
     )
-    alone = simulate(programs, case.graph, links=OneWire(100.0), contention=1.0)
-    beside = simulate(programs, case.graph, links=OneWire(100.0), contention=2.0)
+    alone = simulate_ranks(programs, case.graph, links=OneWire(100.0), contention=1.0)
+    beside = simulate_ranks(programs, case.graph, links=OneWire(100.0), contention=2.0)
     for simulation in (alone, beside):
         moved = sum(t.size_bytes for t in simulation.transfers)
         assert simulation.link_bytes.get("wire", 0.0) == moved
@@ -164,7 +166,7 @@ def test_the_checker_and_the_simulator_agree_on_what_deadlocks(case: Case, seed:
             device_queues_finish, pair_queues_finish = False, "per pair" not in error.because[0]
         for device_queues, finishes in ((True, device_queues_finish), (False, pair_queues_finish)):
             with nullcontext() if finishes else pytest.raises(DeadlockError):
-                simulate(swapped, case.graph, links=INSTANT, device_queues=device_queues)
+                simulate_ranks(swapped, case.graph, links=INSTANT, device_queues=device_queues)
 
 
 # Shared links
@@ -245,7 +247,7 @@ def test_overheads_steps_and_reductions_take_time() -> None:
     programs = build_programs(
         graph, gpipe(2, 1), 1, transfer_seconds=no_time, tied=[TiedGroup(("w",), (0, 1))]
     )
-    simulation = simulate(
+    simulation = simulate_ranks(
         programs,
         graph,
         links=INSTANT,
@@ -372,13 +374,13 @@ def test_programs_that_deadlock_are_refused_with_where_they_stand() -> None:
         Program(1, (wrong, right, Forward(1, 0), Forward(1, 1))),
     )
     with pytest.raises(DeadlockError, match="rank 1 waits before 1F0"):
-        simulate(programs, graph, links=INSTANT)
+        simulate_ranks(programs, graph, links=INSTANT)
 
 
 def test_a_reduction_without_all_of_its_ranks_is_refused() -> None:
     programs = (Program(0, (ReduceGradients(("w",), (0, 1), "g"),)), Program(1, ()))
     with pytest.raises(DeadlockError, match=r"rank 0 waits before \+w@0,1"):
-        simulate(programs, chain(2), links=INSTANT)
+        simulate_ranks(programs, chain(2), links=INSTANT)
 
 
 def test_wrong_lengths_are_refused_together() -> None:
@@ -393,7 +395,7 @@ def test_twice_the_microbatches_are_simulated_with_twice_the_work() -> None:
     def work(microbatches: int) -> int:
         orders = one_f_one_b(64, microbatches)
         programs = build_programs(graph, orders, microbatches, transfer_seconds=no_time)
-        return calls(lambda: simulate(programs, graph, links=UniformLinks(1000.0)))
+        return calls(lambda: simulate_ranks(programs, graph, links=UniformLinks(1000.0)))
 
     assert work(128) <= 2.2 * work(64)
 
@@ -413,7 +415,7 @@ def test_a_segment_of_several_ranks_starts_when_all_are_ready() -> None:
         transfer_seconds=no_time,
         tied=(TiedGroup(("w",), (0, 1)),),
     )
-    result = simulate(
+    result = simulate_ranks(
         programs,
         graph,
         links=INSTANT,

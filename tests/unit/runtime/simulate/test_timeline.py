@@ -9,8 +9,9 @@ import pytest
 from runtime.program.order import build_programs
 from runtime.program.program import Backward, ComputeOrder, Forward, SegmentGraph, TiedGroup
 from runtime.schedules import SCHEDULES
-from runtime.simulate.simulate import Simulation, simulate
+from runtime.simulate.simulation import Simulation
 from runtime.simulate.timeline import render, render_within
+from tests.support.simulate_ranks import simulate_ranks
 from tests.support.uniform_links import UniformLinks
 from tests.unit.runtime.schedules.helpers import chain, no_time, one_f_one_b, split_backward
 
@@ -19,7 +20,7 @@ def run(graph: SegmentGraph, order: ComputeOrder, microbatches: int) -> Simulati
     programs = build_programs(
         graph, order, microbatches, transfer_seconds=no_time, tied=[TiedGroup(("wte",), (0, 1))]
     )
-    return simulate(
+    return simulate_ranks(
         programs,
         graph,
         links=UniformLinks(1e12),
@@ -68,7 +69,7 @@ def test_columns_never_overflow_and_an_empty_step_is_said() -> None:
         rows = render(simulation, width=width).splitlines()[1:]
         assert len({row.index("  busy") for row in rows}) == 1
         assert all(row.index("  busy") == len("rank 0  ") + width for row in rows)
-    empty = simulate((), SegmentGraph((), (), 0), links=UniformLinks(1.0))
+    empty = simulate_ranks((), SegmentGraph((), (), 0), links=UniformLinks(1.0))
     assert render(empty) == "the step takes no time"
 
 

@@ -16,9 +16,8 @@ from cost_models.errors import UsageError
 from runtime.program.order import build_group_programs
 from runtime.program.program import TiedGroup
 from runtime.schedules import SCHEDULES
-from runtime.simulate.equal_ranks import equal_ranks
-from runtime.simulate.groups import simulate_groups
-from runtime.simulate.simulate import Simulation
+from runtime.simulate.simulate import simulate
+from runtime.simulate.simulation import Simulation, equal_ranks
 from runtime.simulate.trace_events import chrome_trace, save_trace
 from tests.support.uniform_links import UniformLinks
 from tests.unit.runtime.program.test_between_groups import pipeline
@@ -77,7 +76,7 @@ def step(*sizes: int, microbatches: int = 3, state_bytes: tuple[int, ...] = ()) 
     orders = SCHEDULES["1f1b"].order(graph, microbatches)
     summed = [TiedGroup(("w",), tuple(range(sizes[0])))] if sizes[0] > 1 else []
     groups = build_group_programs(graph, orders, microbatches, transfer_seconds=no_time, tied=summed)
-    return simulate_groups(groups, links=UniformLinks(10.0), state_bytes=state_bytes)
+    return simulate(groups, links=UniformLinks(10.0), state_bytes=state_bytes)
 
 
 def events(trace: dict[str, Any], phase: str) -> list[dict[str, Any]]:

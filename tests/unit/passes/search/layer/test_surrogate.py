@@ -24,7 +24,7 @@ from passes.search.touches import Crossing
 from runtime.program.order import build_programs
 from runtime.program.program import Segment, SegmentCost, SegmentGraph, Value
 from runtime.schedules import SCHEDULES
-from runtime.simulate.simulate import simulate
+from tests.support.simulate_ranks import simulate_ranks
 
 MICROBATCHES = 256
 
@@ -80,7 +80,7 @@ def simulated_seconds(stages: list[int], cuts: list[int]) -> float:
     programs = build_programs(
         graph, orders, MICROBATCHES, transfer_seconds=lambda a, b, n: float(n), optimizer=False
     )
-    return simulate(programs, graph, links=Wires()).step_seconds
+    return simulate_ranks(programs, graph, links=Wires()).step_seconds
 
 
 def unequal(seed: int) -> tuple[list[int], list[int]]:
