@@ -13,9 +13,9 @@ from torch.nn import functional as F
 
 from benchmarks.free_clusters import clusters as unlike_clusters
 from cost_models.cluster import ClusterSpec
-from cost_models.cluster_schema import HostSpec
 from cost_models.op_profile import PHASES, Cost, CostCurve, CostLine, OpTimes, Phase
-from cost_models.rates import MeasuredRates
+from cost_models.spec.rates import MeasuredRates
+from cost_models.spec.sections import HostSpec
 from passes.graph.graph import OpGraph
 from passes.trace.trace import trace
 

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from cost_models.cluster import ClusterSpec
-from cost_models.presets import DEVICES
+from cost_models.spec.presets import DEVICES
 
 TIMES = 3.0
 """How many times as fast the fast devices are."""

@@ -25,7 +25,7 @@ import torch.distributed as dist
 from cost_models.cluster import ClusterSpec
 from cost_models.measure.calibration import Calibration
 from cost_models.precision import Precision
-from cost_models.presets import DEVICES
+from cost_models.spec.presets import DEVICES
 from cost_models.variants import calibrated
 from examples.mlp import mlp
 from examples.unet import unet

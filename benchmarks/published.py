@@ -8,7 +8,7 @@ A row of ``--runs`` is one run: its model, cards, batch, and what a step took. N
 as it was run (one replica per device, ZeRO-3 where it was FSDP, so many micro-batches), and the error is what the
 simulation says over what was published, less one. Rows that are refused count as such.
 
-Efficiencies of the stack of 2023 were fitted on llm-foundry's runs (``cost_models.stacks``, [FIT]). ``--held-out``
+Efficiencies of the stack of 2023 were fitted on llm-foundry's runs (``cost_models.spec.presets``, [FIT]). ``--held-out``
 predicts those runs with numbers in place of them that know none of these runs (``NOT_FITTED``); no other source was
 fitted on.
 """
@@ -34,8 +34,8 @@ from benchmarks.residuals import Residual, replace_residuals, residual_of
 from cost_models.cluster import ClusterSpec
 from cost_models.errors import PartitionerError
 from cost_models.precision import Precision
-from cost_models.presets import MACHINE_NETWORKS
-from cost_models.rates import MeasuredRates
+from cost_models.spec.presets import MACHINE_NETWORKS
+from cost_models.spec.rates import MeasuredRates
 from partitioner import Plan, partition
 from partitioner.models.as_graph import as_graph
 from partitioner.models.workload import Workload

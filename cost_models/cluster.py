@@ -4,7 +4,7 @@
     cluster.devices[9].memory_bytes                 # rank r is the r-th device in file order
     cluster.path(0, 9).transfer_seconds(2**20)      # latency + bytes / narrowest link
 
-The keys of a file are in docs/01-hardware.md; the sections' models in ``cost_models.cluster_schema``.
+The keys of a file are in docs/01-hardware.md; the sections' models in ``cost_models.spec.sections``.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ import yaml
 from pydantic import ConfigDict, Field, ValidationError, model_validator
 
 from cost_models import host
-from cost_models.cluster_checks import cluster_problems
-from cost_models.cluster_diagnosis import cluster_error
-from cost_models.cluster_fields import Section, Text, did_you_mean, expected, problems_error, short_form
-from cost_models.cluster_file import Document, read_document
-from cost_models.cluster_schema import GPU_CONTENTION, DeviceSpec, HostSpec, NetworkSpec, NodeSpec
 from cost_models.devices import DEFAULT_EFFICIENCY, Device, DeviceKind, Rates
 from cost_models.errors import ClusterError
 from cost_models.links import Link, Path
 from cost_models.measure.fit import worker_rates
 from cost_models.measure.stored import stored_calibration
-from cost_models.presets import DEVICE_LINKS, DEVICES, MACHINE_NETWORKS, MACHINES
-from cost_models.provenance import DEFAULTS, Origin, origin_of
-from cost_models.rates import MeasuredRates, with_rates
 from cost_models.shown import as_html
+from cost_models.spec.checks import cluster_problems
+from cost_models.spec.diagnosis import cluster_error
+from cost_models.spec.document import Document, read_document
+from cost_models.spec.fields import Section, TextField, did_you_mean, expected, problems_error, short_form
+from cost_models.spec.presets import DEVICE_LINKS, DEVICES, MACHINE_NETWORKS, MACHINES
+from cost_models.spec.provenance import DEFAULTS, RateOrigin, origin_of
+from cost_models.spec.rates import MeasuredRates, with_rates
+from cost_models.spec.sections import GPU_CONTENTION, DeviceSpec, HostSpec, NetworkSpec, NodeSpec
 from cost_models.topology import NodeWiring, Topology
 from cost_models.units import format_bandwidth, format_bytes, format_flops_rate, format_seconds, parse_bytes
 
@@ -48,11 +48,11 @@ class ClusterSpec(Section):
     model_config = ConfigDict(frozen=True, extra="forbid", ignored_types=(cached_property,))
 
     version: Literal[1] = 1
-    name: Text = "cluster"
+    name: TextField = "cluster"
     """Short text for tables."""
     nodes: tuple[NodeSpec, ...] = Field(min_length=1)
     network: Annotated[NetworkSpec, short_form("preset")] | None = None
-    provenance: Text = DEFAULTS
+    provenance: TextField = DEFAULTS
     """The source of the rates: ``"defaults"``, or ``"calibration <file>"``."""
     host_costs: HostSpec = HostSpec()
     """Contention and overheads of the hosts' runtime; measured by a calibration."""
@@ -296,7 +296,7 @@ class ClusterSpec(Section):
         """True if the rates were measured on these devices."""
         return self.provenance != DEFAULTS
 
-    def origin(self, ranks: Collection[int] | None = None) -> Origin:
+    def origin(self, ranks: Collection[int] | None = None) -> RateOrigin:
         """Return the origin of the rates of ``ranks``, all if None: which presets, software, file or calibration."""
         return origin_of(self.nodes, self.provenance, ranks)
 

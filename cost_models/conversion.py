@@ -39,9 +39,13 @@ from cost_models.layout import Mesh, Partial, Placement, Replicate, Shard
 if TYPE_CHECKING:
     from cost_models.cluster import ClusterSpec
 
-Kind: TypeAlias = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "slice", "keep_first"]
+CollectiveKind: TypeAlias = Literal[
+    "all_reduce", "all_gather", "reduce_scatter", "all_to_all", "slice", "keep_first"
+]
 
-COLLECTIVES: frozenset[Kind] = frozenset({"all_reduce", "all_gather", "reduce_scatter", "all_to_all"})
+COLLECTIVES: frozenset[CollectiveKind] = frozenset(
+    {"all_reduce", "all_gather", "reduce_scatter", "all_to_all"}
+)
 
 
 class NeedLike(Protocol):
@@ -54,7 +58,7 @@ class NeedLike(Protocol):
 
 
 @dataclass(frozen=True)
-class Step:
+class AxisChange:
     """One change on one mesh axis.
 
     dim      the dimension that is gathered, scattered or sliced, or that all-to-all puts together; -1 for all_reduce
@@ -64,7 +68,7 @@ class Step:
              formulas in ``cost_models.communication`` as a fraction
     """
 
-    kind: Kind
+    kind: CollectiveKind
     axis: int
     dim: int
     share: float
@@ -75,7 +79,7 @@ class Step:
         return f"{self.kind} axis {self.axis}{dims}"
 
 
-Steps: TypeAlias = tuple[Step, ...]
+Steps: TypeAlias = tuple[AxisChange, ...]
 
 
 def steps(source: Sequence[Placement], target: Sequence[NeedLike], mesh: Mesh) -> tuple[Steps, Steps]:
@@ -144,7 +148,9 @@ def path(source: tuple[Placement, ...], target: tuple[Placement, ...], shape: tu
     raise AssertionError(f"no way from {source} to {target}")  # through R there always is one
 
 
-def _step(here: tuple[Placement, ...], axis: int, wanted: Placement, shape: Sequence[int]) -> Step | None:
+def _step(
+    here: tuple[Placement, ...], axis: int, wanted: Placement, shape: Sequence[int]
+) -> AxisChange | None:
     """Return the step that takes ``axis`` from what it is to ``wanted``; None where there is none."""
     now = here[axis]
     if now == wanted:
@@ -155,15 +161,15 @@ def _step(here: tuple[Placement, ...], axis: int, wanted: Placement, shape: Sequ
     share = local_share((*here[:axis], Replicate(), *here[axis + 1 :]), shape)
     if isinstance(now, Shard):
         if isinstance(wanted, Shard):
-            return Step("all_to_all", axis, now.dim, share, wanted.dim)
-        return Step("all_gather", axis, now.dim, share) if isinstance(wanted, Replicate) else None
+            return AxisChange("all_to_all", axis, now.dim, share, wanted.dim)
+        return AxisChange("all_gather", axis, now.dim, share) if isinstance(wanted, Replicate) else None
     if isinstance(wanted, Shard):
-        kind: Kind = "reduce_scatter" if isinstance(now, Partial) else "slice"
-        return Step(kind, axis, wanted.dim, share)
-    return Step("all_reduce" if isinstance(now, Partial) else "keep_first", axis, -1, share)
+        kind: CollectiveKind = "reduce_scatter" if isinstance(now, Partial) else "slice"
+        return AxisChange(kind, axis, wanted.dim, share)
+    return AxisChange("all_reduce" if isinstance(now, Partial) else "keep_first", axis, -1, share)
 
 
-def volume_share(step: Step, size: int) -> float:
+def volume_share(step: AxisChange, size: int) -> float:
     """Return the bytes that each rank of the axis sends, by the bandwidth-optimal algorithm, over the whole tensor's.
 
     All-gather and reduce-scatter (p−1)/p·n, all-reduce twice that, all-to-all (p−1)/p·n/p; n = ``step.share``.
@@ -173,7 +179,7 @@ def volume_share(step: Step, size: int) -> float:
     return once * factor.get(step.kind, 0.0)
 
 
-def buffer_share(step: Step, size: int) -> float:
+def buffer_share(step: AxisChange, size: int) -> float:
     """Return the larger of what a rank puts in and gets out of a collective, as a fraction of the whole tensor."""
     if step.kind not in COLLECTIVES:
         return 0.0
@@ -195,10 +201,10 @@ class AxisLinks:
     inside: AlphaBeta | None = None
     between: AlphaBeta | None = None
     gpus: GpuLinks | None = None
-    measured: tuple[tuple[Kind, tuple[tuple[float, float], ...]], ...] = ()
+    measured: tuple[tuple[CollectiveKind, tuple[tuple[float, float], ...]], ...] = ()
     """Collectives of two workers of one machine by kind: (bytes, seconds), where a calibration measured them."""
 
-    def seconds(self, kind: Kind, size_bytes: float) -> float:
+    def seconds(self, kind: CollectiveKind, size_bytes: float) -> float:
         """Return the seconds of one collective; ``size_bytes`` is the n of ``Step.share`` times the tensor's bytes."""
         if self.size == 1 or kind not in COLLECTIVES:
             return 0.0
@@ -238,7 +244,7 @@ class AxisLinks:
 
 
 def _of_pairs_seconds(
-    kind: Kind, size_bytes: float, size: int, curve: Sequence[tuple[float, float]]
+    kind: CollectiveKind, size_bytes: float, size: int, curve: Sequence[tuple[float, float]]
 ) -> float:
     """Return the seconds of a collective of ``size`` workers from those of two, ``curve``: (bytes, seconds).
 
@@ -295,7 +301,7 @@ def _group_links(groups: tuple[tuple[int, ...], ...], cluster: ClusterSpec) -> A
     return AxisLinks(size, ring, per_node, inside, across, gpus if with_gpus else None)
 
 
-def _measured(cluster: ClusterSpec) -> tuple[tuple[Kind, tuple[tuple[float, float], ...]], ...]:
+def _measured(cluster: ClusterSpec) -> tuple[tuple[CollectiveKind, tuple[tuple[float, float], ...]], ...]:
     return tuple((spec.kind, spec.measured) for spec in cluster.host_costs.collectives)
 
 

@@ -17,15 +17,15 @@ from typing import Literal, NamedTuple, TypeAlias
 
 import numpy as np
 
-Kind: TypeAlias = Literal["one device", "data parallel", "pipeline", "sharded"]
+PlanKind: TypeAlias = Literal["one device", "data parallel", "pipeline", "sharded"]
 """The kinds of plans that err alike. ``data parallel``: each device runs the whole model, ZeRO or not; ``pipeline``: stages
 of one device each; ``sharded``: devices share ops, in one stage or in several."""
-Rates: TypeAlias = Literal["calibrated", "named stack", "presets"]
+RateSource: TypeAlias = Literal["calibrated", "named stack", "presets"]
 """The sources of rates that err alike. ``named stack``: presets, and the software of the run was told; ``presets``: at
 large, or numbers of a cluster file."""
 
-KINDS: tuple[Kind, ...] = ("one device", "data parallel", "pipeline", "sharded")
-RATES: tuple[Rates, ...] = ("calibrated", "named stack", "presets")
+KINDS: tuple[PlanKind, ...] = ("one device", "data parallel", "pipeline", "sharded")
+RATES: tuple[RateSource, ...] = ("calibrated", "named stack", "presets")
 SHARE = 0.9
 """The part of runs that lie in an interval."""
 

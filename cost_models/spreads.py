@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from cost_models.devices import DeviceKind
-from cost_models.intervals import Kind, Rates, Spread
+from cost_models.intervals import PlanKind, RateSource, Spread
 
-STEP_SECONDS: Mapping[tuple[Kind, Rates], Spread] = {
+STEP_SECONDS: Mapping[tuple[PlanKind, RateSource], Spread] = {
     ("one device", "calibrated"): Spread(center=0.0405, scale=0.1139, freedom=5, runs=0, sources=0),
     ("one device", "named stack"): Spread(center=0.0405, scale=0.1139, freedom=5, runs=0, sources=0),
     ("one device", "presets"): Spread(center=0.0553, scale=0.1013, freedom=8, runs=12, sources=3),

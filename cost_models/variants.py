@@ -9,12 +9,12 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 
 from cost_models.cluster import ClusterSpec
-from cost_models.cluster_schema import DeviceSpec, NetworkSpec, NodeSpec
 from cost_models.errors import ClusterError
 from cost_models.links import Link, Path
 from cost_models.measure.calibration import Calibration
 from cost_models.measure.fit import fit
-from cost_models.presets import MACHINE_NETWORKS
+from cost_models.spec.presets import MACHINE_NETWORKS
+from cost_models.spec.sections import DeviceSpec, NetworkSpec, NodeSpec
 
 
 def calibrated(

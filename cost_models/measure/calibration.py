@@ -22,10 +22,10 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from cost_models import host
-from cost_models.cluster_file import key_path
 from cost_models.devices import DeviceKind
 from cost_models.errors import UsageError
 from cost_models.op_profile import Phase
+from cost_models.spec.document import key_path
 
 FORMAT = 4
 GPU_FORMAT = 1
@@ -45,7 +45,7 @@ class CalibrationData(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
 
-class Timing(CalibrationData):
+class PhaseTiming(CalibrationData):
     """One direction of an op: what it computes and moves, as the cost model counts it, and how long it took."""
 
     flops: Nonnegative
@@ -61,7 +61,7 @@ class Measurement(CalibrationData):
     """The type that was computed with."""
     backend: str | None = None
     share: float = Field(default=1.0, gt=0, le=1)
-    parts: Mapping[Literal["backward"] | Phase, Timing] = {}
+    parts: Mapping[Literal["backward"] | Phase, PhaseTiming] = {}
     """Timings by direction; of a GPU, ``backward`` is the whole of it."""
     values: Mapping[str, Finite] = {}
     unsupported: str | None = None

@@ -26,14 +26,14 @@ from typing import NamedTuple, cast
 import numpy as np
 import torch
 
-from cost_models.cluster_schema import HostSpec
 from cost_models.compute import OpClass, efficiency_name
 from cost_models.devices import Device
 from cost_models.measure.calibration import Calibration, Measurement
 from cost_models.measure.messages import fit_latency
 from cost_models.measure.ops import DEFAULT_WAY
 from cost_models.op_profile import ARITHMETIC, GENERIC, PHASES, Cost, CostCurve, CostLine, OpTimes, Phase
-from cost_models.rates import MeasuredRates
+from cost_models.spec.rates import MeasuredRates
+from cost_models.spec.sections import HostSpec
 
 _CLASS: Mapping[str, OpClass] = {
     "linear": "matmul",

@@ -29,7 +29,7 @@ _TURNS = 5
 
 
 @dataclass(frozen=True)
-class MessageTimes:
+class MessageSeconds:
     """``one_way``: (bytes, seconds) of a message. Overheads: host seconds to start one."""
 
     one_way: tuple[tuple[int, float], ...]
@@ -39,14 +39,14 @@ class MessageTimes:
     """The slowdown of computing by messages, as in ``HostSpec``."""
 
 
-def measure_messages(rank: int, pair: dist.ProcessGroup) -> MessageTimes:
+def measure_messages(rank: int, pair: dist.ProcessGroup) -> MessageSeconds:
     """Measure messages between the two ranks of ``pair``; what rank 0 returns counts."""
     turns = [[_one_way_seconds(rank, pair, size) for size in _SIZES_BYTES] for _ in range(_TURNS)]
     one_way = tuple(zip(_SIZES_BYTES, map(min, zip(*turns, strict=True)), strict=True))
     contention = _contention(rank, pair, one_way)
     latency, bandwidth = fit_latency(one_way)
     send, receive = _overheads(rank, pair, (1 - 1 / contention) * (latency + _SMALL_BYTES / bandwidth))
-    return MessageTimes(one_way, send, receive, contention)
+    return MessageSeconds(one_way, send, receive, contention)
 
 
 def fit_latency(one_way: tuple[tuple[int, float], ...]) -> tuple[float, float]:

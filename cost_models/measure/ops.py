@@ -18,7 +18,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from cost_models.measure.calibration import Measurement, Timing
+from cost_models.measure.calibration import Measurement, PhaseTiming
 from cost_models.measure.cases import OpCase
 from cost_models.measure.timing import ROUNDS, device_seconds, host_seconds, round_seconds, synchronize
 from cost_models.op_profile import VIEW, Phase
@@ -89,12 +89,12 @@ def worker_record(case: OpCase, work: CaseWork, seconds: CaseSeconds) -> Measure
         "backward_input": seconds.backward - seconds.backward_weight,
         "backward_weight": seconds.backward_weight,
     }
-    parts: dict[Literal["backward"] | Phase, Timing] = {}
+    parts: dict[Literal["backward"] | Phase, PhaseTiming] = {}
     for phase, phase_seconds in spent.items():
         flops, moved = getattr(work, phase)
         absent = phase != "forward" and not flops and not moved and case.kind != VIEW
         if not absent and (phase != "backward_weight" or seconds.backward_weight):
-            parts[phase] = Timing(
+            parts[phase] = PhaseTiming(
                 flops=flops, moved_bytes=moved, seconds=max(phase_seconds, _SHORTEST_SECONDS)
             )
     return Measurement(kind=case.kind, number=case.number, parts=parts)
@@ -157,18 +157,18 @@ def measure_case(case: OpCase, count: CountCase, device: torch.device) -> Measur
         return record.model_copy(update={"unsupported": reason[:200]})
 
 
-def _parts(case: OpCase, work: CaseWork, device: torch.device) -> dict[str, Timing]:
+def _parts(case: OpCase, work: CaseWork, device: torch.device) -> dict[str, PhaseTiming]:
     operands = [tensor.to(device) for tensor in (*case.inputs(), *case.weights())]
     with torch.no_grad():
         result = case.call(*operands)
         seconds = device_seconds(lambda: case.call(*operands), device)
-    parts = {"forward": Timing(flops=work.forward[0], moved_bytes=work.forward[1], seconds=seconds)}
+    parts = {"forward": PhaseTiming(flops=work.forward[0], moved_bytes=work.forward[1], seconds=seconds)}
     flops, moved = (a + b for a, b in zip(work.backward_input, work.backward_weight, strict=True))
     if flops or moved:
         size = sum(t.numel() * t.itemsize for t in (*operands, result))
         graphs = int(max(1, min(_MOST_GRAPHS, _MOST_GRAPH_BYTES // max(1, size))))
         seconds = _backward_seconds(case, operands, torch.ones_like(result), graphs, device)
-        parts["backward"] = Timing(flops=flops, moved_bytes=moved, seconds=seconds)
+        parts["backward"] = PhaseTiming(flops=flops, moved_bytes=moved, seconds=seconds)
     return parts
 
 

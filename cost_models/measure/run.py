@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from cost_models.errors import UsageError
-from cost_models.measure.calibration import Calibration, Machine, Measurement, Timing
+from cost_models.measure.calibration import Calibration, Machine, Measurement, PhaseTiming
 from cost_models.measure.cases import OpCase, worker_cases
 from cost_models.measure.gpu_links import measure_links
 from cost_models.measure.messages import measure_messages
@@ -101,11 +101,11 @@ def calibrate_workers(
 
 def _processor_records(figures: Figures) -> dict[str, Measurement]:
     """Make the records of products by type, of the copy, and of optimizers."""
-    copied = Timing(flops=0, moved_bytes=2 * COPY_BYTES, seconds=figures["copy"][0])
+    copied = PhaseTiming(flops=0, moved_bytes=2 * COPY_BYTES, seconds=figures["copy"][0])
     records = {"copy": Measurement(kind="copy", number="float32", parts={"forward": copied})}
     for dtype in _DTYPES:
         number = str(dtype).removeprefix("torch.")
-        product = Timing(
+        product = PhaseTiming(
             flops=2 * PRODUCT_SIZE**3,
             moved_bytes=3 * PRODUCT_SIZE**2 * dtype.itemsize,
             seconds=figures[f"product {number}"][0],

@@ -15,7 +15,7 @@ from pydantic import TypeAdapter
 from torch import nn
 
 from cost_models.errors import PlanError
-from cost_models.presets import DEVICES
+from cost_models.spec.presets import DEVICES
 from cost_models.units import counted, format_bytes, listed
 from partitioner.deployment.facts import RankFacts, choose_device, own_facts, ranks_by_host
 from partitioner.record.data import PlanData

@@ -24,7 +24,7 @@ from partitioner.record.data import PlanData
 from partitioner.record.rebuild import simulate_plan
 from partitioner.report.profile import Profile, TrainingRates
 from runtime.execute.execute import Executor
-from runtime.measure.instrument import Mark, Recorder
+from runtime.measure.instrument import RunRecorder, TimeMark
 from runtime.measure.measured_step import (
     StepRecord,
     measured_step,
@@ -48,7 +48,7 @@ def profile_steps(
     side: SideGroup,
 ) -> Profile:
     """Train on ``batches`` (on the first ``steps`` of them) and measure. Collective; the same profile on every rank."""
-    recorder = Recorder(executor.device)
+    recorder = RunRecorder(executor.device)
     records: list[StepRecord] = []
     infos: list[StepInfo] = []
     with executor.binding_with(recorder.bind), _marked(optimizer, recorder) as marks:
@@ -112,9 +112,9 @@ def of_launch(simulation: Simulation, ranks: RankMap) -> Simulation:
 
 
 @contextmanager
-def _marked(optimizer: torch.optim.Optimizer, recorder: Recorder) -> Iterator[list[Mark]]:
+def _marked(optimizer: torch.optim.Optimizer, recorder: RunRecorder) -> Iterator[list[TimeMark]]:
     """Take marks before and after every ``optimizer.step()``."""
-    marks: list[Mark] = []
+    marks: list[TimeMark] = []
 
     def mark(*_: Any) -> None:
         marks.append(recorder.clock.mark())

@@ -15,8 +15,7 @@ from typing import NamedTuple
 
 from partitioner.report.sharding import devices_text
 from runtime.program.program import Compute, ReduceGradients
-from runtime.simulate.simulation import Simulation, Transfer, equal_ranks
-from runtime.simulate.simulation import Span as Occupied
+from runtime.simulate.simulation import Occupied, Simulation, Transfer, equal_ranks
 
 ROUNDING = 1e-6
 """Moments that differ by less than this share of the step are one: the sums that made them are rounded."""

@@ -20,17 +20,17 @@ from numpy.typing import NDArray
 from cost_models.arrays import FloatArray
 from partitioner.pictures.lanes import Lane, Lanes
 from partitioner.record.data import PlanData
-from runtime.simulate.memory import Held
+from runtime.simulate.memory import MemoryKind
 from runtime.simulate.simulation import Simulation
 
 MOST_POINTS = 600
 """The most moments of a curve: as many as a picture has columns. Between two of them the fullest moment is kept."""
 STATE = ("parameters", "gradients", "optimizer", "batch")
 MOVING = {
-    "activations": Held.SAVED,
-    "of backward alone": Held.WITHIN_BACKWARD,
-    "of the optimizer's step": Held.UPDATE,
-    "values between stages": Held.VALUES,
+    "activations": MemoryKind.SAVED,
+    "of backward alone": MemoryKind.WITHIN_BACKWARD,
+    "of the optimizer's step": MemoryKind.UPDATE,
+    "values between stages": MemoryKind.VALUES,
 }
 
 
@@ -42,7 +42,7 @@ def memory_data(plan: PlanData, simulation: Simulation, lanes: Lanes) -> dict[st
 def _lane(plan: PlanData, simulation: Simulation, lane: Lane) -> dict[str, Any]:
     rank = str(lane.ranks[0])
     curve = simulation.memory[lane.ranks[0]]
-    gradients = curve.bytes_of(Held.GRADIENTS)
+    gradients = curve.bytes_of(MemoryKind.GRADIENTS)
     missing = gradients[-1] - gradients
     parts = {name: plan.state_parts[name][rank] for name in STATE if name in plan.state_parts}
     kinds = (

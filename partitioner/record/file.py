@@ -18,9 +18,9 @@ from typing import Any, ClassVar, Self
 
 from pydantic import ValidationError
 
-from cost_models.cluster_file import key_path
 from cost_models.errors import PlanError
 from cost_models.shown import ShownInNotebooks
+from cost_models.spec.document import key_path
 from cost_models.units import show
 from partitioner.record.base import Record
 from partitioner.record.upgrade import Upgrade

@@ -12,9 +12,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from cost_models.intervals import Interval, Kind
+from cost_models.intervals import Interval, PlanKind
 from cost_models.layout import Shard
-from cost_models.provenance import Origin
+from cost_models.spec.provenance import RateOrigin
 from cost_models.spreads import PEAK_BYTES, STEP_SECONDS
 from partitioner.record.records import PlanFields
 from passes.shard.words import read_placements
@@ -30,9 +30,9 @@ class PlanIntervals:
     """Peak of the device that takes the largest share of its memory."""
     chance_of_not_fitting: float
     """Probability that this device's peak exceeds its memory."""
-    kind: Kind
+    kind: PlanKind
     """The kind of plan, which decides how far off its step is taken to be."""
-    origin: Origin
+    origin: RateOrigin
     """The origin of the rates, as they are known today."""
     measured_runs: int
     """Measured steps of this kind, with rates of this origin, that the interval of the step rests on."""
@@ -54,7 +54,7 @@ def plan_intervals(plan: PlanFields, used: Sequence[int], fullest: int) -> PlanI
     )
 
 
-def kind_of(plan: PlanFields, used: Sequence[int]) -> Kind:
+def kind_of(plan: PlanFields, used: Sequence[int]) -> PlanKind:
     """Tell which plans this one errs like."""
     if len(used) == 1:
         return "one device"

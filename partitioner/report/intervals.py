@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from cost_models.intervals import SHARE, Kind
+from cost_models.intervals import SHARE, PlanKind
 from cost_models.units import bytes_between, counted, format_seconds, seconds_between
 
 if TYPE_CHECKING:
     from partitioner.record.data import PlanData
 
-WORDS: Mapping[Kind, str] = {
+WORDS: Mapping[PlanKind, str] = {
     "one device": "plans on one device",
     "data parallel": "data-parallel plans",
     "pipeline": "pipelines",

@@ -10,7 +10,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
-from cost_models.conversion import AxisLinks, Kind, group_links
+from cost_models.conversion import AxisLinks, CollectiveKind, group_links
 from cost_models.units import counted, format_bytes, format_seconds, percent, runs
 from partitioner.record.modules import common_parent, shorten
 from partitioner.report.text import columns, labelled
@@ -285,7 +285,7 @@ class SentAlongAxis(NamedTuple):
     """The collectives of one kind along one axis in a step, of one device."""
 
     when: str
-    kind: Kind
+    kind: CollectiveKind
     axis: str
     times: int
     bytes: float
@@ -302,14 +302,14 @@ def sent_by_a_device(plan: PlanData, stage: Stage) -> tuple[SentAlongAxis, ...]:
     mesh = sharding.mesh(stage.devices)
     links: dict[str, AxisLinks] = {}
 
-    def seconds(kind: Kind, axis: str, size_bytes: float) -> float:
+    def seconds(kind: CollectiveKind, axis: str, size_bytes: float) -> float:
         if axis not in links:
             links[axis] = group_links(all_ranks_along(mesh, axis.split(JOINT)), plan.cluster)
         return links[axis].seconds(kind, size_bytes)
 
-    found: dict[tuple[str, Kind, str], list[float]] = defaultdict(lambda: [0, 0.0, 0.0])
+    found: dict[tuple[str, CollectiveKind, str], list[float]] = defaultdict(lambda: [0, 0.0, 0.0])
 
-    def add(when: str, kind: Kind, axis: str, count: int, sent_bytes: float, taken: float) -> None:
+    def add(when: str, kind: CollectiveKind, axis: str, count: int, sent_bytes: float, taken: float) -> None:
         entry = found[when, kind, axis]
         entry[0] += count
         entry[1] += sent_bytes
@@ -323,7 +323,7 @@ def sent_by_a_device(plan: PlanData, stage: Stage) -> tuple[SentAlongAxis, ...]:
     for summed in sharding.sums:
         ranks = math.prod(sharding.axes[axis] for axis in summed.axes)
         sent = sum_bytes(sum(summed.size_bytes), ranks, summed.scattered)
-        kind: Kind = "reduce_scatter" if summed.scattered else "all_reduce"
+        kind: CollectiveKind = "reduce_scatter" if summed.scattered else "all_reduce"
         add("gradients", kind, JOINT.join(summed.axes), 1, sent, summed.seconds)
     for gather in sharding.gathers:
         size = sharding.axes[gather.axis]

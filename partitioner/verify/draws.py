@@ -36,7 +36,7 @@ from runtime.measure.record import Note, note
 from runtime.mesh.ranks_along import JOINT
 from runtime.mesh.sharding import coordinates
 from runtime.ops.local import run_local
-from runtime.ops.replay import Draws, replay
+from runtime.ops.replay import DrawsByOp, replay
 from runtime.segment.code import SegmentCode
 
 DRAWN = "random draws"
@@ -92,7 +92,7 @@ class RecordedDraws:
         self._drawn: dict[str, list[Tensor]] = {node.name: [] for node in self._ops}
 
     @property
-    def draws(self) -> Draws:
+    def draws(self) -> DrawsByOp:
         """The recorded draws, for all ops that were found in every micro-batch."""
         most = max(map(len, self._drawn.values()), default=0)
         return {name: drawn for name, drawn in self._drawn.items() if len(drawn) == most and most}
@@ -129,7 +129,7 @@ def cuts_of(plan: PlanData) -> dict[str, dict[str, str]]:
     return axes_of
 
 
-def with_replayed(code: SegmentCode, draws: Draws, cuts: Mapping[str, Mapping[str, str]]) -> SegmentCode:
+def with_replayed(code: SegmentCode, draws: DrawsByOp, cuts: Mapping[str, Mapping[str, str]]) -> SegmentCode:
     """Return ``code`` with the ops in ``draws`` replaced by what was drawn. ``cuts``: as ``cuts_of`` gives them."""
     if not any(node.name in draws for node in code.module.graph.nodes):
         return code
@@ -145,7 +145,7 @@ def with_replayed(code: SegmentCode, draws: Draws, cuts: Mapping[str, Mapping[st
     return replace(code, module=fx.GraphModule(torch.nn.Module(), graph))
 
 
-def unmatched(graph: OpGraph, draws: Draws) -> tuple[str, ...]:
+def unmatched(graph: OpGraph, draws: DrawsByOp) -> tuple[str, ...]:
     """Name the ops that draw random numbers of their own all the same."""
     return tuple(node.name for node in graph.ops if draws_random_numbers(node) and node.name not in draws)
 

@@ -17,7 +17,7 @@ from runtime.execute.context import RankProgram
 from runtime.execute.execute import Executor
 from runtime.measure.record import Note, take_notes
 from runtime.mesh.sharding import Sharding
-from runtime.ops.replay import Draws, replaying
+from runtime.ops.replay import DrawsByOp, replaying
 from runtime.program.program import Program, SegmentGraph
 from runtime.segment.code import BatchSpec, SegmentCode
 from runtime.state.precision import leaf_and_owner
@@ -47,7 +47,7 @@ class VerificationTask:
     """The shardings of parameters and buffers of which ranks hold blocks."""
     parts: Mapping[str, TensorPart] = field(default_factory=dict)
     """The tensors in ``state`` that other names, which are not in it, are blocks of."""
-    draws: Draws = field(default_factory=dict)
+    draws: DrawsByOp = field(default_factory=dict)
     """The draws of the unpartitioned model, for the ops in ``codes`` that replay it."""
 
     double: bool = True

@@ -58,7 +58,7 @@ from passes.lower.placed_graph import PlacedGraph
 from passes.progress import report_phase
 from passes.trace.loss.reduction import loss_weights, step_batch
 from passes.trace.watch import HOOKS_RUN
-from runtime.ops.replay import Draws
+from runtime.ops.replay import DrawsByOp
 from runtime.ranks.alone import alone
 from runtime.ranks.launch import WorkerPool
 
@@ -126,7 +126,7 @@ def _verified(
     def step(leaves: Mapping[str, Tensor], sizes: tuple[int, ...], **manner: Any) -> StepResult:
         return eager.steps([(leaves, sizes)], double=double, **manner)[0]
 
-    def tried(sizes: tuple[int, ...]) -> tuple[tuple[int, ...], Mapping[str, Tensor], Draws, StepResult]:
+    def tried(sizes: tuple[int, ...]) -> tuple[tuple[int, ...], Mapping[str, Tensor], DrawsByOp, StepResult]:
         leaves, recorded = eager.grown(sum(sizes)), RecordedDraws(graph)
         result = step(leaves, sizes, recorded=recorded)
         refuse_no_numbers(result)

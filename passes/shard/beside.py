@@ -17,7 +17,7 @@ from torch import Tensor, fx
 from passes.graph.graph import OpGraph
 from runtime.ops.bridges import all_gather, is_bridge, sums_gradient
 from runtime.ops.fused_linear import fuse, layers_run_with, linears_behind
-from runtime.ops.gather_ahead import Step, gather_steps
+from runtime.ops.gather_ahead import GatherPlan, gather_steps
 
 
 def layers_beside(graph: OpGraph, regions: Sequence[Sequence[str]]) -> Mapping[str, tuple[str, ...]]:
@@ -73,7 +73,7 @@ def gathers_ahead(graph: OpGraph, regions: Sequence[Sequence[str]]) -> Ahead:
     steps = gather_steps(_gathers(ordered.nodes), regions)
     (end,) = ordered.find_nodes(op="output")
     found = []
-    before: Step | None = None
+    before: GatherPlan | None = None
     for number, step in enumerate(steps):
         following = steps[number + 1] if number + 1 < len(steps) else None
         ops = _between(step.begin, end if following is None else following.gathers[0], graph)

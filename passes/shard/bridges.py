@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from cost_models.conversion import Step, Steps, steps
+from cost_models.conversion import AxisChange, Steps, steps
 from cost_models.layout import Mesh, Replicate, Shard
 from passes.shard.words import Need, Placements
 from runtime.ops import bridges
@@ -39,7 +39,7 @@ def bridge_ops(produced: Placements, needed: Sequence[Need], mesh: Mesh) -> tupl
     return tuple(op for step, way_back in pairs for op in [_op(step, way_back, mesh)])
 
 
-def last_sum(there: Steps, back: Steps, produced: Placements, needed: Sequence[Need]) -> Step | None:
+def last_sum(there: Steps, back: Steps, produced: Placements, needed: Sequence[Need]) -> AxisChange | None:
     """Return the step back of a bridge's last op, if that sums a gradient and does not sum forward: consumers' gradients of
     parameters may be computed beside it. ``there``, ``back``: the bridge's steps.
     """
@@ -66,7 +66,7 @@ def _without_idle_axes(
     )
 
 
-BothWays = tuple[Step | None, Step | None]
+BothWays = tuple[AxisChange | None, AxisChange | None]
 
 
 def _both_ways(there: Steps, back: Steps, produced: Placements, needed: Sequence[Need]) -> list[BothWays]:
@@ -95,7 +95,7 @@ def _paired(there: Steps, back: Steps) -> list[BothWays] | None:
     return pairs
 
 
-def _conjugate(step: Step, back: Step) -> bool:
+def _conjugate(step: AxisChange, back: AxisChange) -> bool:
     if step.axis != back.axis:
         return False
     if step.kind == "all_to_all":
@@ -118,26 +118,26 @@ def _turned_round(there: Steps, produced: Placements, needed: Sequence[Need]) ->
         if need.partial_gradient and isinstance(need.placement, Replicate)
     }
     pairs: list[BothWays] = [
-        (None, Step("all_reduce", axis, -1, 1.0))
+        (None, AxisChange("all_reduce", axis, -1, 1.0))
         for axis in sorted(partial)
         if axis not in last and not isinstance(produced[axis], Shard)
     ]
     for number, step in enumerate(there):
         summed = step.axis in partial and last[step.axis] == number
-        way_back: Step | None = None
+        way_back: AxisChange | None = None
         if step.kind == "all_gather":
-            way_back = Step("reduce_scatter" if summed else "slice", step.axis, step.dim, step.share)
+            way_back = AxisChange("reduce_scatter" if summed else "slice", step.axis, step.dim, step.share)
         elif step.kind == "all_reduce" and summed:
             way_back = step
         elif step.kind in ("slice", "reduce_scatter"):
-            way_back = Step("all_gather", step.axis, step.dim, step.share)
+            way_back = AxisChange("all_gather", step.axis, step.dim, step.share)
         elif step.kind == "all_to_all":
-            way_back = Step("all_to_all", step.axis, step.to_dim, step.share, step.dim)
+            way_back = AxisChange("all_to_all", step.axis, step.to_dim, step.share, step.dim)
         pairs.append((step, way_back))
     return pairs
 
 
-def _op(step: Step | None, back: Step | None, mesh: Mesh) -> BridgeOp:
+def _op(step: AxisChange | None, back: AxisChange | None, mesh: Mesh) -> BridgeOp:
     axis = (step or back).axis  # type: ignore[union-attr]  # one of them is there
     on = (("axis", mesh.axes[axis]),)
     parts = (*on, ("parts", mesh.shape[axis]))

@@ -11,7 +11,7 @@ from typing import Annotated
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt
 
-from cost_models.conversion import Kind
+from cost_models.conversion import CollectiveKind
 from cost_models.layout import Mesh
 from runtime.mesh.ranks_along import JOINT, all_ranks_along
 from runtime.program.program import Collective
@@ -22,7 +22,7 @@ class StageCollective:
     """Communication inside the stage: once per micro-batch, by every group of devices along ``axis``."""
 
     value: Annotated[str, Field(description="the bridge, or the op that talks by itself")]
-    kind: Kind
+    kind: CollectiveKind
     axis: Annotated[str, Field(description="of the mesh; several taken together are joined by +")]
     size_bytes: Annotated[
         NonNegativeInt, Field(description="of the tensor, whole along the axis, per micro-batch")

@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 import sympy
 from torch import fx
 
-from cost_models.conversion import AxisLinks, Kind
+from cost_models.conversion import AxisLinks, CollectiveKind
 from cost_models.layout import Mesh
 from passes.graph.graph import tensor_specs
 from passes.shard.sent import StageCollective
@@ -28,7 +28,7 @@ from runtime.ops import bridges
 from runtime.ops.attention import HEADS, heads_sent
 from runtime.ops.local import run_local
 
-_FACTOR: Mapping[Kind, float] = {
+_FACTOR: Mapping[CollectiveKind, float] = {
     "all_reduce": 2.0,
     "all_gather": 1.0,
     "reduce_scatter": 1.0,
@@ -45,7 +45,7 @@ class Traffic:
     """
 
     node: str
-    kind: Kind
+    kind: CollectiveKind
     axis: str
     whole_bytes: int
     backward: bool
@@ -125,8 +125,8 @@ def _of_bridge(node: fx.Node, differentiable: bool, symbols: Mapping[sympy.Symbo
     assert isinstance(source, fx.Node)
     axis, partial = str(node.kwargs["axis"]), bool(node.kwargs.get("partial", False))
     taken, made = (tensor_specs(n)[0].size_bytes(symbols) for n in (source, node))
-    there: Kind | None = None
-    back: Kind | None = None
+    there: CollectiveKind | None = None
+    back: CollectiveKind | None = None
     whole = max(taken, made)
     match node.target:
         case bridges.all_reduce:

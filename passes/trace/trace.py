@@ -47,7 +47,7 @@ from passes.trace.watch import (
 from passes.trace.wrappers import refuse_data_parallel, unwrapped
 from runtime.collector import collector_paused
 from runtime.ops.opaque import Opaque
-from runtime.ranks.alone import Line, alone
+from runtime.ranks.alone import SourceLine, alone
 from runtime.user_code import is_users
 
 __all__ = ["trace"]
@@ -185,7 +185,7 @@ def trace(
     return graph
 
 
-def _asked(lines: Sequence[Line]) -> list[str]:
+def _asked(lines: Sequence[SourceLine]) -> list[str]:
     """Say that the user's code asked for a process group, and what was traced."""
     places = dict.fromkeys(f"{Path(file).name}:{line}" for file, line in lines if is_users(file))
     return [

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from cost_models.errors import DeadlockError, InternalError
 from cost_models.units import counted
 from runtime.check.deadlock import QueueRule, find_deadlock
-from runtime.check.facts import Facts, Fault
+from runtime.check.facts import Fault, ProgramFacts
 from runtime.check.sums import tied_summed
 from runtime.collector import collector_paused
 from runtime.program.crossings import pieces_between
@@ -78,7 +78,7 @@ def check(
     ]
     if len(programs) != graph.world_size or misplaced:
         raise InternalError(f"check {len(programs)} programs of {graph.world_size} ranks", misplaced)
-    facts = Facts(programs, graph, microbatches, tied, training, optimizer, blocking, one_queue)
+    facts = ProgramFacts(programs, graph, microbatches, tied, training, optimizer, blocking, one_queue)
     faults = [fault for _, rule in RULES for fault in rule(facts)]
     if faults:
         error = DeadlockError if any(fault.hangs for fault in faults) else InternalError
@@ -101,7 +101,7 @@ def rule_texts(one_queue: bool) -> tuple[str, ...]:
     return (*texts, f"{no_deadlock}, for messages or for everything" if one_queue else no_deadlock)
 
 
-def _computes_owed(facts: Facts) -> Iterator[Fault]:
+def _computes_owed(facts: ProgramFacts) -> Iterator[Fault]:
     """Find computes that break: each forward once on each rank, each owed backward once, whole or halved; in that order."""
     owed: set[tuple[str, int, int]] = set()
     for segment in facts.graph.segments:
@@ -128,7 +128,7 @@ def _computes_owed(facts: Facts) -> Iterator[Fault]:
             yield Fault(f"{facts.text(place)} runs {len(own)} times, first at {own[0]}")
 
 
-def _owed_by(facts: Facts, segment: int, microbatch: int, kinds: str, rank: int) -> Iterator[Fault]:
+def _owed_by(facts: ProgramFacts, segment: int, microbatch: int, kinds: str, rank: int) -> Iterator[Fault]:
     previous = None
     for kind in kinds:
         here = facts.at(kind, segment, microbatch, rank)
@@ -140,7 +140,7 @@ def _owed_by(facts: Facts, segment: int, microbatch: int, kinds: str, rank: int)
         previous = here if here is not None else previous
 
 
-def _messages_matched(facts: Facts) -> Iterator[Fault]:
+def _messages_matched(facts: ProgramFacts) -> Iterator[Fault]:
     """Find sends without exactly their receive on the right peer and queue, and the converse."""
     queues: dict[tuple[int, int], str] = {}
     for mine, theirs, name, other in (
@@ -171,7 +171,7 @@ def _messages_matched(facts: Facts) -> Iterator[Fault]:
                 )
 
 
-def _data_flows(facts: Facts) -> Iterator[Fault]:
+def _data_flows(facts: ProgramFacts) -> Iterator[Fault]:
     """Find values and owed gradients that are not sent after they are made or not received before they are used."""
     wanted: set[Message] = set()
     ranks_of = [segment.ranks for segment in facts.graph.segments]
@@ -209,7 +209,7 @@ def _over(choose: Callable[..., int], rows: list[list[int | None]]) -> list[int 
 
 
 def _all_pass(
-    facts: Facts, wanted: set[Message], way: Message, made: list[int | None], used: list[int | None]
+    facts: ProgramFacts, wanted: set[Message], way: Message, made: list[int | None], used: list[int | None]
 ) -> Iterator[Fault]:
     """Find faults on the ways of one value (or gradient) between two ranks, per micro-batch."""
     value, _, gradient, source, target = way
@@ -231,7 +231,7 @@ def _all_pass(
 
 
 def _passes(
-    facts: Facts, wanted: set[Message], message: Message, made: int | None, first_use: int | None
+    facts: ProgramFacts, wanted: set[Message], message: Message, made: int | None, first_use: int | None
 ) -> Iterator[Fault]:
     """Find faults on the way of one tensor: made, sent, received, used. Within a rank there is only an order."""
     if message.source == message.target:
@@ -253,7 +253,7 @@ def _passes(
         )
 
 
-def _step_last(facts: Facts) -> Iterator[Fault]:
+def _step_last(facts: ProgramFacts) -> Iterator[Fault]:
     """Find ranks with a backward that do not step once, as their last instruction."""
     stepping = {rank for rank, _ in facts.steps}
     wants = facts.optimizer if facts.optimizer is not None else bool(stepping)
@@ -269,7 +269,7 @@ def _step_last(facts: Facts) -> Iterator[Fault]:
             yield Fault(f"rank {rank}: has a backward but no optimizer step")
 
 
-def _no_deadlock(facts: Facts) -> Iterator[Fault]:
+def _no_deadlock(facts: ProgramFacts) -> Iterator[Fault]:
     """Find a circle of waits."""
     if any(len(entries) > 1 for side in (facts.sends, facts.receives) for entries in side.values()):
         return  # which of the repeated ones matches is undefined; the repetition is reported already
@@ -293,7 +293,7 @@ _SCOPE: dict[QueueRule, str] = {
 """The rules of queues, each stricter than the one before."""
 
 
-RULES: tuple[tuple[str, Callable[[Facts], Iterator[Fault]]], ...] = (
+RULES: tuple[tuple[str, Callable[[ProgramFacts], Iterator[Fault]]], ...] = (
     ("every forward once, every owed backward once (whole, or input half then weight half)", _computes_owed),
     ("every send has its one receive on the right rank and queue, and the converse", _messages_matched),
     ("every value and every owed gradient is sent after it is made and received before its use", _data_flows),

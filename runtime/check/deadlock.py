@@ -43,7 +43,7 @@ from runtime.program.program import (
 )
 
 QueueRule: TypeAlias = Literal["pair", "device", "everything"]
-Place: TypeAlias = tuple[int, int]
+ProgramPlace: TypeAlias = tuple[int, int]
 """The (rank, index of the instruction in its program)."""
 
 _TRANSFER = (Send, Recv)
@@ -58,17 +58,17 @@ class WaitGraph:
     """The graph of waits. Nodes are numbered; ``places[node]`` says where the instructions of a node stand."""
 
     programs: Sequence[Program]
-    places: list[list[Place]] = field(default_factory=list)
+    places: list[list[ProgramPlace]] = field(default_factory=list)
     after: list[list[int]] = field(default_factory=list)
     shared: dict[object, int] = field(default_factory=dict)
     """Node of each message and collective, which several programs contain."""
 
-    def private_node(self, place: Place) -> int:
+    def private_node(self, place: ProgramPlace) -> int:
         self.places.append([place])
         self.after.append([])
         return len(self.places) - 1
 
-    def shared_node(self, key: object, place: Place) -> int:
+    def shared_node(self, key: object, place: ProgramPlace) -> int:
         node = self.shared.get(key)
         if node is None:
             node = self.shared[key] = self.private_node(place)
@@ -76,7 +76,7 @@ class WaitGraph:
             self.places[node].append(place)
         return node
 
-    def instruction(self, place: Place) -> Instruction:
+    def instruction(self, place: ProgramPlace) -> Instruction:
         return self.programs[place[0]].instructions[place[1]]
 
 

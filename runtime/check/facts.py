@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from runtime.check.deadlock import Place
+from runtime.check.deadlock import ProgramPlace
 from runtime.program.program import (
     Message,
     OptimizerStep,
@@ -27,7 +27,7 @@ class Fault(NamedTuple):
 
 
 @dataclass
-class Facts:
+class ProgramFacts:
     """The places of everything in the programs, gathered in one pass."""
 
     programs: Sequence[Program]
@@ -38,13 +38,13 @@ class Facts:
     optimizer: bool | None
     blocking: bool
     one_queue: bool = False
-    computes: dict[tuple[str, int, int], list[Place]] = field(default_factory=dict)
+    computes: dict[tuple[str, int, int], list[ProgramPlace]] = field(default_factory=dict)
     """Places by (F, B, I or W; segment; micro-batch)."""
-    sends: dict[Message, list[tuple[Place, str]]] = field(default_factory=dict)
+    sends: dict[Message, list[tuple[ProgramPlace, str]]] = field(default_factory=dict)
     """Places and queues of each message's sends."""
-    receives: dict[Message, list[tuple[Place, str]]] = field(default_factory=dict)
-    reductions: list[tuple[Place, ReduceGradients]] = field(default_factory=list)
-    steps: list[Place] = field(default_factory=list)
+    receives: dict[Message, list[tuple[ProgramPlace, str]]] = field(default_factory=dict)
+    reductions: list[tuple[ProgramPlace, ReduceGradients]] = field(default_factory=list)
+    steps: list[ProgramPlace] = field(default_factory=list)
     last_backward: dict[int, int] = field(default_factory=dict)
     """Index of each rank's last backward of any kind."""
 
@@ -78,5 +78,5 @@ class Facts:
         whole = self.at("B", segment, microbatch, rank)
         return whole if whole is not None else self.at("I", segment, microbatch, rank)
 
-    def text(self, place: Place) -> str:
+    def text(self, place: ProgramPlace) -> str:
         return f"rank {place[0]}: {self.programs[place[0]].instructions[place[1]]} (instruction {place[1]})"

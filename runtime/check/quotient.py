@@ -40,7 +40,7 @@ from typing import TypeAlias
 from cost_models.errors import DeadlockError, InternalError
 from cost_models.units import counted
 from runtime.check.check import RULES, Proof, rule_texts
-from runtime.check.facts import Facts, Fault
+from runtime.check.facts import Fault, ProgramFacts
 from runtime.check.sums import tied_summed
 from runtime.collector import collector_paused
 from runtime.program.crossings import crossings
@@ -59,7 +59,7 @@ from runtime.program.program import (
     pair_queue,
 )
 
-_Bundle: TypeAlias = tuple[str, bool, int, int]
+_BundleEnds: TypeAlias = tuple[str, bool, int, int]
 """(value, gradient or not, first rank of the group that sends, first rank of the one that receives)."""
 
 
@@ -92,7 +92,7 @@ def check_groups(
         raise InternalError(f"check {len(programs)} programs of {graph.world_size} ranks, by groups",
                             [f"program {n} is for rank {programs[n].rank}" for n in misplaced])  # fmt: skip
     quotient = replace(led.graph, segments=tuple(map(_still_shared, led.graph.segments, graph.segments)))
-    facts = Facts(programs, quotient, microbatches, tied, training, optimizer, False, one_queue)
+    facts = ProgramFacts(programs, quotient, microbatches, tied, training, optimizer, False, one_queue)
     bundles = _bundles(graph)
     faults = [*_pieces_once(bundles), *_followers_without(programs, led.leader_of)]
     for _, rule in RULES:
@@ -134,13 +134,13 @@ def _still_shared(leaders: Segment, ranks: Segment) -> Segment:
     return replace(leaders, collectives=inside)
 
 
-def _bundle(message: Message) -> _Bundle:
+def _bundle(message: Message) -> _BundleEnds:
     return message.value, message.gradient, message.source, message.target
 
 
-def _bundles(graph: SegmentGraph) -> dict[_Bundle, list[tuple[int, int]]]:
+def _bundles(graph: SegmentGraph) -> dict[_BundleEnds, list[tuple[int, int]]]:
     """Return the (target, source) of the pieces of each bundle of a micro-batch, in order."""
-    found: dict[_Bundle, list[tuple[int, int]]] = {}
+    found: dict[_BundleEnds, list[tuple[int, int]]] = {}
     for value in graph.values:
         home = graph.segments[value.producer].rank
         for crossing in crossings(graph, value):
@@ -154,9 +154,11 @@ def _bundles(graph: SegmentGraph) -> dict[_Bundle, list[tuple[int, int]]]:
     return found
 
 
-def _peers(bundles: Mapping[_Bundle, Sequence[tuple[int, int]]]) -> dict[tuple[_Bundle, int], list[int]]:
+def _peers(
+    bundles: Mapping[_BundleEnds, Sequence[tuple[int, int]]],
+) -> dict[tuple[_BundleEnds, int], list[int]]:
     """Return the ranks with which a rank exchanges its pieces of a bundle, in order."""
-    found: dict[tuple[_Bundle, int], list[int]] = {}
+    found: dict[tuple[_BundleEnds, int], list[int]] = {}
     for bundle, pieces in bundles.items():
         for target, source in pieces:
             found.setdefault((bundle, source), []).append(target)
@@ -164,7 +166,7 @@ def _peers(bundles: Mapping[_Bundle, Sequence[tuple[int, int]]]) -> dict[tuple[_
     return found
 
 
-def _pieces_once(bundles: Mapping[_Bundle, Sequence[tuple[int, int]]]) -> Iterator[Fault]:
+def _pieces_once(bundles: Mapping[_BundleEnds, Sequence[tuple[int, int]]]) -> Iterator[Fault]:
     """Find pieces that a value lists twice: which send is which receive's would be undefined."""
     for (value, gradient, _, _), pieces in bundles.items():
         for (target, source), (again, other) in itertools.pairwise(pieces):
@@ -186,9 +188,11 @@ def _followers_without(programs: Sequence[Program], leader_of: Sequence[int]) ->
                 yield Fault(f"rank {program.rank}: {instruction} sums over ranks of other groups alone", True)
 
 
-def _by_rank(facts: Facts, leader_of: Sequence[int]) -> Facts:
+def _by_rank(facts: ProgramFacts, leader_of: Sequence[int]) -> ProgramFacts:
     """Return what the rule of sums reads, for each rank: the sums that it takes part in and where its backwards end."""
-    found = Facts((), facts.graph, facts.microbatches, facts.tied, facts.training, facts.optimizer, False)
+    found = ProgramFacts(
+        (), facts.graph, facts.microbatches, facts.tied, facts.training, facts.optimizer, False
+    )
     found.programs = [facts.programs[leader] for leader in leader_of]
     for (leader, index), reduction in facts.reductions:
         for rank in reduction.ranks:
@@ -200,7 +204,7 @@ def _by_rank(facts: Facts, leader_of: Sequence[int]) -> Facts:
 
 
 def _follows(
-    program: Program, group: Program, rank: int, peers: Mapping[tuple[_Bundle, int], Sequence[int]]
+    program: Program, group: Program, rank: int, peers: Mapping[tuple[_BundleEnds, int], Sequence[int]]
 ) -> Iterator[Fault]:
     """Find the first instruction of a rank that is not its part of its group's program."""
     if program.rank != rank:
@@ -230,7 +234,7 @@ def _follows(
 def _instructions(
     programs: Sequence[Program],
     leader_of: Sequence[int],
-    bundles: Mapping[_Bundle, Sequence[tuple[int, int]]],
+    bundles: Mapping[_BundleEnds, Sequence[tuple[int, int]]],
 ) -> int:
     """Count the instructions of all ranks."""
     members = Counter(leader_of)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from runtime.check.facts import Facts, Fault
+from runtime.check.facts import Fault, ProgramFacts
 from runtime.program.program import ReduceGradients, group_queue
 
 
@@ -23,7 +23,7 @@ class _Sum(NamedTuple):
     """The ranks that take part."""
 
 
-def tied_summed(facts: Facts) -> Iterator[Fault]:
+def tied_summed(facts: ProgramFacts) -> Iterator[Fault]:
     """Find gradients of tied parameters that are not summed once over their ranks, after their last backward."""
     numbers: dict[tuple[int, ...], int] = {}
     sums = _sums(facts, numbers)
@@ -70,7 +70,7 @@ def tied_summed(facts: Facts) -> Iterator[Fault]:
                 )
 
 
-def _sums(facts: Facts, numbers: dict[tuple[int, ...], int]) -> dict[int, _Sum]:
+def _sums(facts: ProgramFacts, numbers: dict[tuple[int, ...], int]) -> dict[int, _Sum]:
     """Describe every reduction, by its ``id``; equal ones share who takes part."""
     taking_part: dict[ReduceGradients, set[int]] = {}
     found: dict[int, _Sum] = {}
@@ -89,7 +89,9 @@ def _sums(facts: Facts, numbers: dict[tuple[int, ...], int]) -> dict[int, _Sum]:
     return found
 
 
-def _in_order(facts: Facts, sums: dict[int, _Sum], order: dict[tuple[str, int], int]) -> Iterator[Fault]:
+def _in_order(
+    facts: ProgramFacts, sums: dict[int, _Sum], order: dict[tuple[str, int], int]
+) -> Iterator[Fault]:
     """Find sums of one parameter in another order than that of ``tied``: after a scatter, sums are of the parts."""
     latest: dict[str, dict[int, int]] = {}
     for place, reduction in facts.reductions:

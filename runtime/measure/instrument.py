@@ -25,7 +25,7 @@ from runtime.execute.early_sends import PostTensor
 from runtime.program.program import Message, Program
 from runtime.ranks.groups import Channel
 
-Mark = Any
+TimeMark = Any
 """A moment that can be read once the run is over."""
 
 
@@ -34,7 +34,7 @@ class HostClock:
 
     mark = staticmethod(time.perf_counter)
 
-    def seconds(self, marks: Sequence[Mark]) -> list[float]:
+    def seconds(self, marks: Sequence[TimeMark]) -> list[float]:
         return list(marks)
 
 
@@ -48,18 +48,18 @@ class CudaClock:
         self._zero.synchronize()
         self._zero_seconds = time.perf_counter()
 
-    def mark(self) -> Mark:
+    def mark(self) -> TimeMark:
         event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         event.record(torch.cuda.current_stream(self._device))
         return event
 
-    def seconds(self, marks: Sequence[Mark]) -> list[float]:
+    def seconds(self, marks: Sequence[TimeMark]) -> list[float]:
         torch.cuda.synchronize(self._device)
         return [self._zero_seconds + self._zero.elapsed_time(mark) * 1e-3 for mark in marks]
 
 
 @dataclass(frozen=True)
-class Wait:
+class WaitMark:
     """A time in which the rank stood still until the communication at ``position`` of its program was over."""
 
     position: int
@@ -68,7 +68,7 @@ class Wait:
 
 
 @dataclass(frozen=True)
-class Sent:
+class SendMark:
     """The moment at which the tensor of the send at ``position`` was put on its way."""
 
     position: int
@@ -82,20 +82,20 @@ class RunRecord:
 
     program: Program
     spans: tuple[tuple[float, float], ...]
-    waits: tuple[Wait, ...]
-    sent: tuple[Sent, ...]
+    waits: tuple[WaitMark, ...]
+    sent: tuple[SendMark, ...]
 
 
-class Recorder:
+class RunRecorder:
     """A recorder of runs on one rank: ``bind`` makes handlers, ``take`` reads what they noted."""
 
     def __init__(self, device: torch.device) -> None:
         self.clock = CudaClock(device) if device.type == "cuda" else HostClock()
         self.program: Program | None = None
-        self.starts: list[Mark] = []
-        self.ends: list[Mark] = []
-        self.waits: list[tuple[int, Mark, Mark]] = []
-        self.sent: list[tuple[int, Mark, int]] = []
+        self.starts: list[TimeMark] = []
+        self.ends: list[TimeMark] = []
+        self.waits: list[tuple[int, TimeMark, TimeMark]] = []
+        self.sent: list[tuple[int, TimeMark, int]] = []
 
     def bind(self, context: ProgramContext, shared: Shared) -> Binder:
         """Make measured handlers for a batch shape."""
@@ -111,8 +111,8 @@ class Recorder:
         record = RunRecord(
             self.program,
             tuple(spans),
-            tuple(Wait(w[0], *span) for w, span in zip(self.waits, waited, strict=True)),
-            tuple(Sent(s[0], at, s[2]) for s, at in zip(self.sent, posted, strict=True)),
+            tuple(WaitMark(w[0], *span) for w, span in zip(self.waits, waited, strict=True)),
+            tuple(SendMark(s[0], at, s[2]) for s, at in zip(self.sent, posted, strict=True)),
         )
         for noted in (self.starts, self.ends, self.waits, self.sent):
             noted.clear()
@@ -120,7 +120,7 @@ class Recorder:
 
 
 class _MeasuringBinder(Binder):
-    def __init__(self, context: ProgramContext, shared: Shared, recorder: Recorder) -> None:
+    def __init__(self, context: ProgramContext, shared: Shared, recorder: RunRecorder) -> None:
         self._recorder = recorder
         super().__init__(context, shared)
         self.handlers = [self._timed(handler) for handler in self.handlers]

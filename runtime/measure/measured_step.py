@@ -24,7 +24,7 @@ from runtime.program.program import (
     ReduceGradients,
     Send,
 )
-from runtime.simulate.simulation import Simulation, Span, Transfer
+from runtime.simulate.simulation import Occupied, Simulation, Transfer
 
 BACKWARDS = (Backward, BackwardInput, BackwardWeight)
 
@@ -110,11 +110,11 @@ def simulated_times(simulation: Simulation, rank: int) -> RankTimes:
     return RankTimes(forward, backward, max(0.0, waiting), reduction, optimizer, 0.0)
 
 
-def _busy(spans: Sequence[Span], kinds: tuple[type, ...]) -> float:
+def _busy(spans: Sequence[Occupied], kinds: tuple[type, ...]) -> float:
     return sum(span.end_seconds - span.start_seconds for span in spans if isinstance(span.instruction, kinds))
 
 
-def _spans(record: StepRecord, zero: float) -> list[Span]:
+def _spans(record: StepRecord, zero: float) -> list[Occupied]:
     """Return what occupied the rank, by start."""
     run, spans = record.run, []
     waits = sorted(run.waits, key=lambda wait: wait.start_seconds)
@@ -125,16 +125,16 @@ def _spans(record: StepRecord, zero: float) -> list[Span]:
             begin = max(begin, waits[at].end_seconds)
             at += 1
         if isinstance(instruction, Compute):
-            spans.append(Span(begin - zero, end - zero, instruction))
+            spans.append(Occupied(begin - zero, end - zero, instruction))
     instructions = run.program.instructions
     spans += [
-        Span(w.start_seconds - zero, w.end_seconds - zero, instructions[w.position])
+        Occupied(w.start_seconds - zero, w.end_seconds - zero, instructions[w.position])
         for w in waits
         if isinstance(instructions[w.position], ReduceGradients)
     ]
     if record.optimizer is not None:
         start, end = record.optimizer
-        spans.append(Span(start - zero, end - zero, OptimizerStep()))
+        spans.append(Occupied(start - zero, end - zero, OptimizerStep()))
     return sorted(spans, key=lambda span: span.start_seconds)
 
 

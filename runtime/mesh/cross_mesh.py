@@ -35,7 +35,7 @@ from runtime.mesh.sharding import Block, coordinates
 
 
 @dataclass(frozen=True)
-class Piece:
+class MovedBlock:
     """A block of a tensor on its way from one rank to another, in elements of the whole tensor.
 
     A rank of both groups keeps what it has: there, ``source`` is ``target``, and nothing is sent.
@@ -56,7 +56,7 @@ def pieces(
     source: Layout,
     target: Layout,
     seconds: Callable[[int, int], float] = lambda source, target: 0.0,
-) -> tuple[Piece, ...]:
+) -> tuple[MovedBlock, ...]:
     """Cut a tensor of ``shape`` into the pieces that change its layout from ``source`` to ``target``.
 
     ``seconds(source rank, target rank)`` says how near two ranks are: the time of a message between them. Pieces come in
@@ -72,7 +72,7 @@ def pieces(
     sent: dict[int, int] = dict.fromkeys(source.ranks, 0)
     shared: dict[Block, list[tuple[Block, list[int]]]] = {}
     """The parts that a block of the target has in common with the source's, and the ranks that have them."""
-    found: list[Piece] = []
+    found: list[MovedBlock] = []
     for rank in target.ranks:
         wanted = own[rank]
         if wanted not in shared:
@@ -84,10 +84,10 @@ def pieces(
             ]
         for common, ranks in shared[wanted]:
             if rank in ranks:
-                found.append(Piece(rank, rank, common))
+                found.append(MovedBlock(rank, rank, common))
                 continue
             nearest = min(ranks, key=lambda other: (seconds(other, rank), sent[other], other))
-            found.append(Piece(nearest, rank, common))
+            found.append(MovedBlock(nearest, rank, common))
             sent[nearest] += found[-1].elements
     return tuple(found)
 

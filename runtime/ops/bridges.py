@@ -30,12 +30,12 @@ from torch._subclasses import FakeTensor
 
 from cost_models.errors import InternalError
 from runtime.mesh.axis import Axis
-from runtime.ops.fused_linear import Regions, fuse, linears_behind
-from runtime.ops.gather_ahead import StepWays, Wait, gather_steps, start_ahead
+from runtime.ops.fused_linear import RecomputedBlocks, fuse, linears_behind
+from runtime.ops.gather_ahead import StepWays, WaitForGather, gather_steps, start_ahead
 from runtime.ops.local import run_local, with_axes
 from runtime.ops.products import PRODUCTS, multiplies
 
-Way = Callable[[Tensor], Tensor]
+TensorFunction = Callable[[Tensor], Tensor]
 
 
 # ----------------------------------------------------------------------------------------------------------
@@ -96,7 +96,7 @@ class _BridgeFunction(torch.autograd.Function):
     """A bridge: ``there`` forward and ``back`` for the gradient; None is the identity."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, there: Way | None, back: Way | None) -> Tensor:
+    def forward(ctx: Any, x: Tensor, there: TensorFunction | None, back: TensorFunction | None) -> Tensor:
         ctx.back = back
         return x.view_as(x) if there is None else there(x)
 
@@ -169,7 +169,7 @@ def bridge_function(node: fx.Node, axis: Axis) -> Callable[..., Tensor]:
 
 
 def bind(
-    module: fx.GraphModule, axes: Mapping[str, Axis], *, fused: bool = False, regions: Regions = ()
+    module: fx.GraphModule, axes: Mapping[str, Axis], *, fused: bool = False, regions: RecomputedBlocks = ()
 ) -> fx.GraphModule:
     """Return a copy of ``module`` whose bridges and local ops run on ``axes``. Nodes keep their names.
 
@@ -218,14 +218,14 @@ def _step_ways(axes: Mapping[str, Axis], gathers: Sequence[fx.Node]) -> StepWays
         for name in dict.fromkeys(names[n] for n in own):
             yield axes[name], [n for n in own if names[n] == name]
 
-    def start_gathers(parts: Sequence[Tensor]) -> list[Wait]:
-        found: dict[int, Wait] = {}
+    def start_gathers(parts: Sequence[Tensor]) -> list[WaitForGather]:
+        found: dict[int, WaitForGather] = {}
         for axis, own in along(range(len(parts))):
             found |= zip(own, axis.start_wholes([parts[n] for n in own], [dims[n] for n in own]), strict=True)
         return [found[n] for n in range(len(parts))]
 
-    def start_sums(gradients: Mapping[int, Tensor]) -> dict[int, Wait]:
-        found: dict[int, Wait] = {}
+    def start_sums(gradients: Mapping[int, Tensor]) -> dict[int, WaitForGather]:
+        found: dict[int, WaitForGather] = {}
         for axis, own in along(n for n in sorted(gradients) if partial[n]):
             sums = axis.start_sums_of_parts([gradients[n] for n in own], [dims[n] for n in own])
             found |= zip(own, sums, strict=True)

@@ -27,7 +27,7 @@ from torch import Tensor
 aten = torch.ops.aten
 
 
-class Value(NamedTuple):
+class ProgramValue(NamedTuple):
     """An argument that is a value, or the result of a step."""
 
     number: int
@@ -37,7 +37,7 @@ class Value(NamedTuple):
         return f"{'$' if self.made else '%'}{self.number}"
 
 
-class Step(NamedTuple):
+class ProgramStep(NamedTuple):
     """A call of ``op``; None is the value itself."""
 
     op: Callable[..., Tensor] | None
@@ -56,7 +56,7 @@ def write(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str | None
 
 
 def _text(argument: Any) -> str | None:
-    if isinstance(argument, Value):
+    if isinstance(argument, ProgramValue):
         return str(argument)
     if isinstance(argument, torch.dtype):
         return str(argument)
@@ -66,18 +66,18 @@ def _text(argument: Any) -> str | None:
 
 
 @lru_cache(maxsize=1024)
-def parse(steps: tuple[str, ...]) -> tuple[Step, ...]:
+def parse(steps: tuple[str, ...]) -> tuple[ProgramStep, ...]:
     """Read steps."""
     return tuple(map(_step, steps))
 
 
-def _step(text: str) -> Step:
+def _step(text: str) -> ProgramStep:
     name, *arguments = text.split(" ")
     if name[0] in "%$":
-        return Step(None, (_argument(name),), ())
+        return ProgramStep(None, (_argument(name),), ())
     packet, _, overload = name.rpartition(".")
     given = [argument.rpartition("=") for argument in arguments]
-    return Step(
+    return ProgramStep(
         getattr(getattr(aten, packet), overload),
         tuple(_argument(value) for key, _, value in given if not key),
         tuple((key, _argument(value)) for key, _, value in given if key),
@@ -86,18 +86,18 @@ def _step(text: str) -> Step:
 
 def _argument(text: str) -> Any:
     if text[0] in "%$":
-        return Value(int(text[1:]), made=text[0] == "$")
+        return ProgramValue(int(text[1:]), made=text[0] == "$")
     if text.startswith("torch."):
         return getattr(torch, text.removeprefix("torch."))
     return json.loads(text)
 
 
-def evaluate(steps: tuple[Step, ...], values: Sequence[Tensor], *, wide: bool = False) -> Tensor:
+def evaluate(steps: tuple[ProgramStep, ...], values: Sequence[Tensor], *, wide: bool = False) -> Tensor:
     """Return what the last step gives. ``wide``: casts to floating types are to 64 bits, as in float64 all of them are."""
     results: list[Tensor] = []
 
     def given(argument: Any) -> Any:
-        if isinstance(argument, Value):
+        if isinstance(argument, ProgramValue):
             return (results if argument.made else values)[argument.number]
         if wide and isinstance(argument, torch.dtype) and argument.is_floating_point:
             return torch.float64

@@ -23,7 +23,7 @@ from torch.nn import functional as F
 Start: TypeAlias = Callable[[Tensor], Callable[[], Tensor]]
 """A function that starts a sum over ranks and returns another that waits for it. May write into its argument."""
 
-Regions: TypeAlias = Sequence[Sequence[str]]
+RecomputedBlocks: TypeAlias = Sequence[Sequence[str]]
 """Names of the nodes of each block that backward computes again."""
 
 aten = torch.ops.aten
@@ -87,7 +87,7 @@ def linears_behind(bridge: str, there: Callable[[Tensor], Tensor] | None, start:
     return run
 
 
-def fuse(graph: fx.Graph, runs: Mapping[fx.Node, Callable[..., Any]], regions: Regions = ()) -> None:
+def fuse(graph: fx.Graph, runs: Mapping[fx.Node, Callable[..., Any]], regions: RecomputedBlocks = ()) -> None:
     """Put bridges and the layers behind them into one call each, where ``layers_run_with`` finds some. In place.
 
     What other layers' parameters are made by (ZeRO-3 gathers them) comes before the first layer then. Calls and their
@@ -113,7 +113,7 @@ def fuse(graph: fx.Graph, runs: Mapping[fx.Node, Callable[..., Any]], regions: R
             new.name = old.name
 
 
-def layers_run_with(bridge: fx.Node, regions: Regions = ()) -> list[fx.Node]:
+def layers_run_with(bridge: fx.Node, regions: RecomputedBlocks = ()) -> list[fx.Node]:
     """Return the linear layers that run in one call with ``bridge``, in order; none if it runs by itself.
 
     They do where nothing else reads it, and no layer is needed to make another's parameters. ``regions``: nodes that
@@ -130,7 +130,7 @@ def layers_run_with(bridge: fx.Node, regions: Regions = ()) -> list[fx.Node]:
     return [] if _late_sources(layers, region_of) is None else layers
 
 
-def _region_of(regions: Regions) -> dict[str, int]:
+def _region_of(regions: RecomputedBlocks) -> dict[str, int]:
     return {name: number for number, names in enumerate(regions) for name in names}
 
 

@@ -29,8 +29,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-Regions = Sequence[Sequence[str]]
-Wait = Callable[[], Tensor]
+RecomputedBlocks = Sequence[Sequence[str]]
+WaitForGather = Callable[[], Tensor]
 """Function that waits for a collective's result."""
 
 
@@ -38,8 +38,8 @@ Wait = Callable[[], Tensor]
 class StepWays:
     """The collectives of a step: what starts its gathers, of all parts, and its ways back, of some gradients of wholes."""
 
-    gathers: Callable[[Sequence[Tensor]], list[Wait]]
-    sums: Callable[[Mapping[int, Tensor]], Mapping[int, Wait]]
+    gathers: Callable[[Sequence[Tensor]], list[WaitForGather]]
+    sums: Callable[[Mapping[int, Tensor]], Mapping[int, WaitForGather]]
     """Both by the number of the gather in the step."""
 
 
@@ -49,11 +49,11 @@ class GatherStep:
     def __init__(self, before: GatherStep | None, ways: StepWays, parts: Sequence[Tensor]) -> None:
         self._before, self._ways = before, ways
         self._parts = [part.detach() for part in parts]
-        self._under_way: list[Wait | None] = []
+        self._under_way: list[WaitForGather | None] = []
         self._trained = {number for number, part in enumerate(parts) if part.requires_grad}
         self._again = False
         self._gradients: dict[int, Tensor] = {}
-        self._sums: dict[int, Wait] = {}
+        self._sums: dict[int, WaitForGather] = {}
         self._start()
 
     def _start(self) -> None:
@@ -139,7 +139,7 @@ def wait_for_gather(part: Tensor, step: GatherStep, number: int) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Step:
+class GatherPlan:
     """Gathers that are under way together. ``block``: names of the ops of the block that they are of; empty outside."""
 
     gathers: tuple[fx.Node, ...]
@@ -154,10 +154,10 @@ class Step:
         return next(node for node in nodes if node.name in self.block)
 
 
-def gather_steps(gathers: Sequence[fx.Node], regions: Regions = ()) -> list[Step]:
+def gather_steps(gathers: Sequence[fx.Node], regions: RecomputedBlocks = ()) -> list[GatherPlan]:
     """Group ``gathers`` of a graph, in its order, that are of parameters: those of a block, or with no op between them."""
     block_of = {name: frozenset(names) for names in regions for name in names}
-    steps: list[Step] = []
+    steps: list[GatherPlan] = []
     step_of: dict[frozenset[str], int] = {}
     for node in gathers:
         source = node.args[0]
@@ -168,20 +168,20 @@ def gather_steps(gathers: Sequence[fx.Node], regions: Regions = ()) -> list[Step
             step_of[block] = len(steps) - 1
         elif not block or block not in step_of:
             step_of[block] = len(steps)
-            steps.append(Step((), block))
+            steps.append(GatherPlan((), block))
         at = step_of[block]
-        steps[at] = Step((*steps[at].gathers, node), block)
+        steps[at] = GatherPlan((*steps[at].gathers, node), block)
     return steps
 
 
 def start_ahead(
-    graph: fx.Graph, steps: Sequence[Step], ways: Callable[[Sequence[fx.Node]], StepWays]
+    graph: fx.Graph, steps: Sequence[GatherPlan], ways: Callable[[Sequence[fx.Node]], StepWays]
 ) -> None:
     """Start the gathers of each step in front of the step before. In place; what waits has the gather's name.
 
     ``ways``: the collectives of some gathers.
     """
-    last: Step | None = None
+    last: GatherPlan | None = None
     last_begun: fx.Node | None = None
     before: fx.Node | None = None
     for step in steps:
@@ -199,7 +199,7 @@ def start_ahead(
             graph.erase_node(node)
             gathered.name = node.name
             waiting.append(gathered)
-        last = Step(tuple(waiting), step.block)
+        last = GatherPlan(tuple(waiting), step.block)
 
 
 def _behind(place: fx.Node, other: fx.Node | None) -> fx.Node:

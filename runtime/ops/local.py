@@ -45,16 +45,22 @@ from runtime.ops.peers import Peers
 from runtime.ops.random import generators_of, mix, seeded
 from runtime.ops.replay import replay_part
 
-Axes: TypeAlias = Mapping[str, Peers]
+PeersByAxis: TypeAlias = Mapping[str, Peers]
 LocalOp: TypeAlias = Callable[..., Any]
 
 
-def _mean(op: LocalOp, axes: Axes, *args: Any, **kwargs: Any) -> Any:
+def _mean(op: LocalOp, axes: PeersByAxis, *args: Any, **kwargs: Any) -> Any:
     return op(*args, **kwargs) / axes["terms"].size
 
 
 def _embedding(
-    op: LocalOp, axes: Axes, weight: Tensor, indices: Tensor, padding_idx: int = -1, *rest: Any, **kwargs: Any
+    op: LocalOp,
+    axes: PeersByAxis,
+    weight: Tensor,
+    indices: Tensor,
+    padding_idx: int = -1,
+    *rest: Any,
+    **kwargs: Any,
 ) -> Tensor:
     """Look up indices (…) of all rows in this rank's weight (rows / ranks, width): (…, width), zeros for other rows."""
     first = axes["vocabulary"].rank * weight.shape[0]
@@ -65,7 +71,7 @@ def _embedding(
     return found.masked_fill(elsewhere.unsqueeze(-1), 0)
 
 
-def _random(op: LocalOp, axes: Axes, *args: Any, **kwargs: Any) -> Any:
+def _random(op: LocalOp, axes: PeersByAxis, *args: Any, **kwargs: Any) -> Any:
     device = next((a.device for a in args if isinstance(a, Tensor)), torch.device("cpu"))
     seed = mix(int(torch.randint(1 << 62, ())), axes["shards"].rank)
     with seeded(generators_of(device), seed):

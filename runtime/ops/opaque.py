@@ -30,7 +30,7 @@ from runtime.ops.opaque_code import Code, called
 from runtime.ops.random import generators_of, seeded
 from runtime.ranks.alone import alone
 
-Mode: TypeAlias = Callable[[], AbstractContextManager[Any]]
+ContextMaker: TypeAlias = Callable[[], AbstractContextManager[Any]]
 """A picklable maker of a context within which the code runs."""
 
 
@@ -70,7 +70,7 @@ class Tree:
 
 
 @dataclass(frozen=True)
-class Variable:
+class SizeVariable:
     """A number that is free when the node runs: a size of one tensor, divided."""
 
     tensor: int
@@ -79,7 +79,7 @@ class Variable:
 
 
 @dataclass(frozen=True)
-class Size:
+class OpaqueSize:
     """A number that follows from the variables: the sum of each coefficient times the product of its variables."""
 
     terms: tuple[tuple[int, tuple[int, ...]], ...]
@@ -92,10 +92,10 @@ class Size:
 
 
 @dataclass(frozen=True)
-class Result:
+class OpaqueResult:
     """One tensor that the node returns."""
 
-    shape: tuple[Size, ...]
+    shape: tuple[OpaqueSize, ...]
     dtype: torch.dtype
 
 
@@ -126,10 +126,10 @@ class Opaque:
     source: str
     """The line of the user's code, such as ``model.py:12``."""
     code: Code
-    arguments: tuple[Slot | Size | Baked, ...]
+    arguments: tuple[Slot | OpaqueSize | Baked, ...]
     structure: Tree
-    variables: tuple[Variable, ...]
-    results: tuple[Result, ...]
+    variables: tuple[SizeVariable, ...]
+    results: tuple[OpaqueResult, ...]
     written: tuple[int, ...]
     random: bool
     """True if the code draws random numbers, forward or backward."""
@@ -139,7 +139,7 @@ class Opaque:
     identity: str
     measured: tuple[Measured, ...] = ()
     """Runs on real tensors, of a part that runs on no others."""
-    modes: tuple[Mode, ...] = ()
+    modes: tuple[ContextMaker, ...] = ()
     """Contexts around the code, in forward and in backward."""
     own_backward: bool = False
     """True if a backward of the user's own is inside it: what that may read from the module is there then."""
@@ -166,7 +166,7 @@ class Opaque:
     def __hash__(self) -> int:
         return hash(self.identity)
 
-    def within(self, mode: Mode, name: str) -> Opaque:
+    def within(self, mode: ContextMaker, name: str) -> Opaque:
         """Return the op with its code inside one more context."""
         return replace(self, modes=(*self.modes, mode), identity=f"{self.identity}/{name}")
 
@@ -213,10 +213,10 @@ class Opaque:
         """Return the code's own output, and every argument as the code left it."""
         numbers = self.numbers(tensors)
 
-        def filled(leaf: Slot | Size | Baked) -> Any:
+        def filled(leaf: Slot | OpaqueSize | Baked) -> Any:
             if isinstance(leaf, Slot):
                 return tensors[leaf.index]
-            return leaf.of(numbers) if isinstance(leaf, Size) else leaf.value
+            return leaf.of(numbers) if isinstance(leaf, OpaqueSize) else leaf.value
 
         args, kwargs = self.structure.filled(map(filled, self.arguments))
         first = len(tensors) - len(self.code.state)

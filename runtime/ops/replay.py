@@ -19,7 +19,7 @@ from torch import Tensor
 from runtime.ops.peers import Peers
 from runtime.ops.random import mix
 
-Draws = Mapping[str, Sequence[Tensor]]
+DrawsByOp = Mapping[str, Sequence[Tensor]]
 """The draws of each op, by its name in the graph: one for each micro-batch."""
 
 STEPS = 2
@@ -30,7 +30,7 @@ _microbatch_of: dict[int, int] = {}
 
 
 @contextmanager
-def replaying(draws: Draws, segments: Iterable[int], microbatches: int, seed: int = 0) -> Iterator[None]:
+def replaying(draws: DrawsByOp, segments: Iterable[int], microbatches: int, seed: int = 0) -> Iterator[None]:
     """Replay ``draws`` in forwards of these segments meanwhile."""
     _draws.update(draws)
     _microbatch_of.update(

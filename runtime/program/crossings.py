@@ -15,7 +15,7 @@ from typing import NamedTuple
 from runtime.program.program import PieceBytes, SegmentGraph, Value
 
 
-class Crossing(NamedTuple):
+class GroupCrossing(NamedTuple):
     """The way of a value from the group that makes it to another one."""
 
     ranks: tuple[int, ...]
@@ -27,14 +27,14 @@ class Crossing(NamedTuple):
     """The pieces of its gradient; none if it needs none."""
 
 
-def crossings(graph: SegmentGraph, value: Value) -> Iterator[Crossing]:
+def crossings(graph: SegmentGraph, value: Value) -> Iterator[GroupCrossing]:
     """Yield the ways of ``value`` to other groups, in the order of its consumers."""
     home = graph.segments[value.producer].ranks
     for away, consumers in consumers_by_group(graph, value).items():
         if away == home:
             continue
         there, back = pieces_between(value, home, away)
-        yield Crossing(away, consumers, there, back if value.needs_grad else ())
+        yield GroupCrossing(away, consumers, there, back if value.needs_grad else ())
 
 
 def pieces_between(

@@ -39,19 +39,19 @@ class NoGroupError(ModelError, ValueError):
     """The error of code that communicates by itself where one process is all there is."""
 
 
-Line = tuple[str, int]
+SourceLine = tuple[str, int]
 """A file and a line in it."""
 
-_CONTEXTS: list[tuple[int | None, list[Line]]] = []
+_CONTEXTS: list[tuple[int | None, list[SourceLine]]] = []
 """The contexts that are open: the thread (None: all threads), and the lines that asked."""
 _LOCK = threading.Lock()
 
 
 @contextlib.contextmanager
-def alone(*, threads: bool = False) -> Iterator[list[Line]]:
+def alone(*, threads: bool = False) -> Iterator[list[SourceLine]]:
     """Hide the process group from this thread, or from all; yields the lines that ask whether there is one."""
     _patch()
-    context = (None if threads else threading.get_ident(), list[Line]())
+    context = (None if threads else threading.get_ident(), list[SourceLine]())
     with _LOCK:
         _CONTEXTS.append(context)
     try:
@@ -61,7 +61,7 @@ def alone(*, threads: bool = False) -> Iterator[list[Line]]:
             _CONTEXTS[:] = [other for other in _CONTEXTS if other is not context]
 
 
-def _here() -> list[list[Line]]:
+def _here() -> list[list[SourceLine]]:
     """Return the lists of the contexts that this thread is in."""
     return [asked for thread, asked in tuple(_CONTEXTS) if thread in (None, threading.get_ident())]
 
@@ -91,7 +91,7 @@ def _patch() -> None:
     c10d._rank_not_in_group = rank_not_in_group
 
 
-def _caller() -> Line:
+def _caller() -> SourceLine:
     """Return what called torch.distributed."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_code.co_filename.startswith(_BETWEEN):

@@ -11,7 +11,7 @@ from typing import TypeAlias
 
 from runtime.program.program import Letter
 
-Step: TypeAlias = tuple[Letter, int, int]
+ComputeStep: TypeAlias = tuple[Letter, int, int]
 """The (letter, chunk on the rank, micro-batch) of a compute."""
 
 Moment: TypeAlias = tuple[tuple[int, int], ...]
@@ -24,7 +24,7 @@ weights left  input half done, weight half not done:   each holds ``weight_saved
 _CHANGE: dict[Letter, tuple[int, int]] = {"F": (1, 0), "B": (-1, 0), "I": (-1, 1), "W": (0, -1)}
 
 
-def fullest_moments(steps: Iterable[Step], chunks: int) -> tuple[Moment, ...]:
+def fullest_moments(steps: Iterable[ComputeStep], chunks: int) -> tuple[Moment, ...]:
     """Return the moments of a rank's order that no other moment holds at least as much as, in every count.
 
     The peak of any non-negative weighting of the counts, so of bytes, is reached at one of them.
@@ -38,7 +38,7 @@ def fullest_moments(steps: Iterable[Step], chunks: int) -> tuple[Moment, ...]:
     return tuple(kept)
 
 
-def _growing(steps: Iterable[Step], chunks: int) -> set[Moment]:
+def _growing(steps: Iterable[ComputeStep], chunks: int) -> set[Moment]:
     """Return the moments after steps that hold more. A step that only releases leads to no moment that is fuller."""
     counts = [(0, 0)] * chunks
     seen: set[Moment] = set()
@@ -54,7 +54,7 @@ def _dominates(one: Moment, other: Moment) -> bool:
     return all(a[0] >= b[0] and a[1] >= b[1] for a, b in zip(one, other, strict=True))
 
 
-def chunk_corners(steps: Iterable[Step], chunks: int) -> tuple[tuple[tuple[int, int], ...], ...]:
+def chunk_corners(steps: Iterable[ComputeStep], chunks: int) -> tuple[tuple[tuple[int, int], ...], ...]:
     """Return, for each chunk alone, the few (whole, weights left) at which it may hold the most.
 
     ``whole·a + weights·b`` with a, b >= 0 is largest at a corner of the counts' convex hull, whatever a and b are.

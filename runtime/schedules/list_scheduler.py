@@ -30,9 +30,9 @@ from runtime.program.program import (
     TransferSeconds,
     Value,
 )
-from runtime.schedules.held import Step
+from runtime.schedules.held import ComputeStep
 from runtime.schedules.list_clock import play
-from runtime.schedules.list_work import Mode, Work, work_of
+from runtime.schedules.list_work import PassMode, Work, work_of
 from runtime.schedules.schedule import Schedule
 
 WORTH_TWICE_THE_MEMORY = 0.01
@@ -45,7 +45,7 @@ def list_order(
     *,
     limits: Sequence[int],
     transfer_seconds: TransferSeconds | None = None,
-    mode: Mode = "whole",
+    mode: PassMode = "whole",
 ) -> ComputeOrder:
     """Return each rank's instructions in order of their simulated start.
 
@@ -92,7 +92,7 @@ class ListSchedule(Schedule):
     """
 
     @property
-    def mode(self) -> Mode:
+    def mode(self) -> PassMode:
         """Backwards whole, or in halves."""
         return "split" if self.splits_backward else "whole"
 
@@ -101,7 +101,7 @@ class ListSchedule(Schedule):
             return f"list needs stages, ranks and micro-batches, not {stages}, {ranks} and {microbatches}"
         return None
 
-    def steps(self, position: int, ranks: int, chunks: int, microbatches: int) -> Sequence[Step]:
+    def steps(self, position: int, ranks: int, chunks: int, microbatches: int) -> Sequence[ComputeStep]:
         """Return the steps on a chain of equal stages placed round and round; other graphs may be ordered otherwise."""
         return _chain_steps(self, ranks, chunks, microbatches)[position]
 
@@ -134,7 +134,7 @@ class ListSchedule(Schedule):
 @lru_cache(maxsize=256)
 def _chain_steps(
     schedule: Schedule, ranks: int, chunks: int, microbatches: int
-) -> tuple[tuple[Step, ...], ...]:
+) -> tuple[tuple[ComputeStep, ...], ...]:
     stages = ranks * chunks
     cost = SegmentCost(forward_seconds=1, backward_input_seconds=1, backward_weight_seconds=1)
     chain = SegmentGraph(

@@ -8,7 +8,7 @@ from typing import Literal, TypeAlias
 from cost_models.errors import UsageError
 from runtime.program.program import Letter, Segment, SegmentGraph, TransferSeconds
 
-Mode: TypeAlias = Literal["inference", "whole", "split"]
+PassMode: TypeAlias = Literal["inference", "whole", "split"]
 """Forwards only, whole backwards, or backwards in halves."""
 
 
@@ -57,7 +57,7 @@ def _transfers(
     return found
 
 
-def work_of(graph: SegmentGraph, transfer_seconds: TransferSeconds | None, mode: Mode) -> Work:
+def work_of(graph: SegmentGraph, transfer_seconds: TransferSeconds | None, mode: PassMode) -> Work:
     """Make the DAG of one micro-batch."""
     count = len(graph.segments)
     nodes = [WorkNode("F", s, s.cost.forward_seconds, 1) for s in graph.segments]

@@ -13,10 +13,10 @@ stages as well, so the chain's own order already satisfies them.
 
 from __future__ import annotations
 
-from runtime.schedules.held import Step
+from runtime.schedules.held import ComputeStep
 
 
-def gpipe(position: int, ranks: int, chunks: int, microbatches: int) -> list[Step]:
+def gpipe(position: int, ranks: int, chunks: int, microbatches: int) -> list[ComputeStep]:
     """Run all forwards, then all backwards.
 
     Backwards run in the order of the forwards (the paper draws them reversed; time and memory are the same),
@@ -28,12 +28,12 @@ def gpipe(position: int, ranks: int, chunks: int, microbatches: int) -> list[Ste
         rank 0  F0 F1 F2  .  . B0 B1 B2
         rank 1   . F0 F1 F2 B0 B1 B2  .
     """
-    steps: list[Step] = [("F", 0, j) for j in range(microbatches)]
+    steps: list[ComputeStep] = [("F", 0, j) for j in range(microbatches)]
     steps += [("B", 0, j) for j in range(microbatches)]
     return steps
 
 
-def one_f_one_b(position: int, ranks: int, chunks: int, microbatches: int) -> list[Step]:
+def one_f_one_b(position: int, ranks: int, chunks: int, microbatches: int) -> list[ComputeStep]:
     """Run p-1-i forwards to fill the pipeline, then one forward and one backward in turn.
 
     Bubble (p-1)/(m+p-1), as GPipe; rank i holds only min(m, p-i) micro-batches.
@@ -43,7 +43,7 @@ def one_f_one_b(position: int, ranks: int, chunks: int, microbatches: int) -> li
         rank 1   . F0 B0 F1 B1 F2 B2  .
     """
     warmup = min(microbatches, ranks - 1 - position)
-    steps: list[Step] = [("F", 0, j) for j in range(warmup)]
+    steps: list[ComputeStep] = [("F", 0, j) for j in range(warmup)]
     for j in range(microbatches - warmup):
         steps.append(("F", 0, warmup + j))
         steps.append(("B", 0, j))
@@ -51,7 +51,7 @@ def one_f_one_b(position: int, ranks: int, chunks: int, microbatches: int) -> li
     return steps
 
 
-def interleaved(position: int, ranks: int, chunks: int, microbatches: int) -> list[Step]:
+def interleaved(position: int, ranks: int, chunks: int, microbatches: int) -> list[ComputeStep]:
     """Run 1F1B over v chunks per rank: micro-batches go round the ranks v times, in groups.
 
     Megatron-LM's groups are of p micro-batches, so p must divide m. Here m//p groups share the micro-batches
@@ -62,8 +62,8 @@ def interleaved(position: int, ranks: int, chunks: int, microbatches: int) -> li
     Source: Narayanan et al. 2021, "Efficient Large-Scale Language Model Training on GPU Clusters Using
     Megatron-LM", arXiv 2104.04473, section 2.2.2.
     """
-    forwards: list[Step] = []
-    backwards: list[Step] = []
+    forwards: list[ComputeStep] = []
+    backwards: list[ComputeStep] = []
     sizes = _group_sizes(ranks, microbatches)
     first = 0
     for size in sizes:

@@ -20,7 +20,7 @@ from runtime.program.program import (
     SegmentGraph,
     TransferSeconds,
 )
-from runtime.schedules.held import Moment, Step, chunk_corners, fullest_moments
+from runtime.schedules.held import ComputeStep, Moment, chunk_corners, fullest_moments
 
 INSTRUCTION: dict[Letter, type[Compute]] = {
     made.letter: made for made in (Forward, Backward, BackwardInput, BackwardWeight)
@@ -93,7 +93,7 @@ class Schedule:
         """Return a number of micro-batches, as small as is known, with which every rank holds as many at once."""
         return microbatches
 
-    def steps(self, position: int, ranks: int, chunks: int, microbatches: int) -> Sequence[Step]:
+    def steps(self, position: int, ranks: int, chunks: int, microbatches: int) -> Sequence[ComputeStep]:
         """Return what the rank at ``position`` does, in order, on a chain of equal stages."""
         raise NotImplementedError
 
@@ -117,7 +117,9 @@ class Schedule:
 class PipelineSchedule(Schedule):
     """A published order: what a rank does follows from its place in the pipeline, not from any times."""
 
-    generate: Callable[[int, int, int, int], list[Step]] = lambda position, ranks, chunks, microbatches: []
+    generate: Callable[[int, int, int, int], list[ComputeStep]] = (
+        lambda position, ranks, chunks, microbatches: []
+    )
     """Function from (position, ranks, chunks, microbatches) to the steps of that rank."""
     settles: Literal["never", "always", "in groups"] = "never"
     """Cases in which more than 2p micro-batches only repeat what p ranks do; "in groups": p divides their number."""
@@ -126,7 +128,7 @@ class PipelineSchedule(Schedule):
         repeats = self.settles == "always" or (self.settles == "in groups" and microbatches % ranks == 0)
         return min(microbatches, 2 * ranks) if repeats else microbatches
 
-    def steps(self, position: int, ranks: int, chunks: int, microbatches: int) -> Sequence[Step]:
+    def steps(self, position: int, ranks: int, chunks: int, microbatches: int) -> Sequence[ComputeStep]:
         return self.generate(position, ranks, chunks, microbatches)
 
     def order(

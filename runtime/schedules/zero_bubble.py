@@ -11,10 +11,10 @@ from __future__ import annotations
 from collections import Counter
 
 from runtime.program.program import Letter
-from runtime.schedules.held import Step
+from runtime.schedules.held import ComputeStep
 
 
-def zb_h1(position: int, ranks: int, chunks: int, microbatches: int) -> list[Step]:
+def zb_h1(position: int, ranks: int, chunks: int, microbatches: int) -> list[ComputeStep]:
     """Run 1F1B with weight halves that lag behind by i micro-batches on rank i.
 
     With F=I=W=1 and m >= p the step takes 3m + p-1: a third of 1F1B's bubble. Rank i holds p-i micro-batches
@@ -26,7 +26,7 @@ def zb_h1(position: int, ranks: int, chunks: int, microbatches: int) -> list[Ste
     return _lagging_weights(microbatches, ranks - position, position)
 
 
-def zb_h2(position: int, ranks: int, chunks: int, microbatches: int) -> list[Step]:
+def zb_h2(position: int, ranks: int, chunks: int, microbatches: int) -> list[ComputeStep]:
     """Run ZB-H1 with so many forwards ahead (2(p-i)-1 on rank i) that no bubble is left.
 
     Weight halves lag by 2i: 2p-1 micro-batches are held in all. With F=I=W=1 and m >= 2p-1 each rank is busy
@@ -38,9 +38,9 @@ def zb_h2(position: int, ranks: int, chunks: int, microbatches: int) -> list[Ste
     return _lagging_weights(microbatches, 2 * (ranks - position) - 1, 2 * position)
 
 
-def _lagging_weights(microbatches: int, ahead: int, lag: int) -> list[Step]:
+def _lagging_weights(microbatches: int, ahead: int, lag: int) -> list[ComputeStep]:
     """Run forwards ``ahead`` of the input halves and weight halves ``lag`` micro-batches behind them."""
-    steps: list[Step] = [("F", 0, j) for j in range(min(microbatches, ahead - 1))]
+    steps: list[ComputeStep] = [("F", 0, j) for j in range(min(microbatches, ahead - 1))]
     for j in range(microbatches):
         if j + ahead - 1 < microbatches:
             steps.append(("F", 0, j + ahead - 1))
@@ -51,7 +51,7 @@ def _lagging_weights(microbatches: int, ahead: int, lag: int) -> list[Step]:
     return steps
 
 
-def zb_v(position: int, ranks: int, chunks: int, microbatches: int) -> list[Step]:
+def zb_v(position: int, ranks: int, chunks: int, microbatches: int) -> list[ComputeStep]:
     """Run two chunks per rank, placed as a V: rank i runs stages i and 2p-1-i, the last rank turns round alone.
 
     Zero bubble for F=I=W and m >= 2p-1. A rank holds at most 2p chunks, in bytes the p stages that 1F1B holds
@@ -59,7 +59,7 @@ def zb_v(position: int, ranks: int, chunks: int, microbatches: int) -> list[Step
     without those that do not exist.
     """
     padded = max(microbatches, 2 * ranks - 1)
-    steps: list[Step] = []
+    steps: list[ComputeStep] = []
     done: Counter[tuple[Letter, int]] = Counter()
 
     def run(kind: Letter, chunk: int) -> None:

@@ -28,7 +28,7 @@ class Links(Protocol):
 
 
 @dataclass(slots=True)
-class _Flow:
+class _MovingFlow:
     path: Path
     bytes_left: float
     weight: float
@@ -41,7 +41,7 @@ class FairShare:
 
     def __init__(self, links: Links) -> None:
         self._links = links
-        self._flows: dict[int, _Flow] = {}
+        self._flows: dict[int, _MovingFlow] = {}
         self._users: dict[str, dict[int, None]] = {}
         self._rates: dict[tuple[tuple[tuple[str, ...], float], ...], tuple[float, ...]] = {}
 
@@ -50,7 +50,7 @@ class FairShare:
     ) -> list[tuple[int, float]]:
         """Let a transfer start to move bytes at time ``now``, in seconds. One of weight w counts as w of weight 1."""
         rate = path.bandwidth_bytes_per_second
-        self._flows[flow] = _Flow(path, size_bytes, weight, rate, now)
+        self._flows[flow] = _MovingFlow(path, size_bytes, weight, rate, now)
         shares = False
         for link in path.links:
             users = self._users.setdefault(link, {})
@@ -100,7 +100,7 @@ class FairShare:
                         todo.append(other)
         return found
 
-    def _fair_rates(self, flows: list[_Flow]) -> tuple[float, ...]:
+    def _fair_rates(self, flows: list[_MovingFlow]) -> tuple[float, ...]:
         # A pipeline brings the same few paths together over and over.
         key = tuple((flow.path.links, flow.weight) for flow in flows)
         rates = self._rates.get(key)

@@ -25,7 +25,7 @@ from runtime.simulate.bundles import Bundle, BundleKey
 from runtime.simulate.fair_share import Links
 from runtime.simulate.flows import Flow, Load, loads_of, ring_path, sum_flow
 
-Ready = Callable[[ReduceGradients], tuple[int, float]]
+SumReady = Callable[[ReduceGradients], tuple[int, float]]
 """Function from a sum to the segment that makes its gradients, and the share of its backward after which they are there."""
 
 COMPUTE, SEND, RECV, REDUCE, STEP, TOGETHER = range(6)
@@ -128,7 +128,7 @@ class FlatPrograms:
         reduce_seconds: Callable[[ReduceGradients], float],
         device_queues: bool,
         beside: Mapping[ReduceGradients, Sequence[ReduceGradients]] | None = None,
-        ready: Ready | None = None,
+        ready: SumReady | None = None,
         whole: SegmentGraph | None = None,
     ) -> None:
         """Fill the lists. ``beside``: the sums of other members that a leader's stands for. ``ready``: when sums may start;
@@ -218,7 +218,7 @@ class FlatPrograms:
                 seconds, rings[own], [rings[each] for each in together], self.links, led=beside is not None
             )
 
-    def _add_early(self, ready: Ready, graph: SegmentGraph) -> None:
+    def _add_early(self, ready: SumReady, graph: SegmentGraph) -> None:
         """Note the sums that start while the last backward before them runs."""
         stride, plane_size = len(self.scale), len(self.graph.segments) * len(self.scale)
         found: dict[int, dict[tuple[str, ...], tuple[float, list[int]]]] = {}

@@ -40,7 +40,7 @@ Instant: TypeAlias = tuple[Floats, Floats]
 """(seconds, place in the program: settles what comes first at equal times), per micro-batch."""
 
 
-class Held(IntEnum):
+class MemoryKind(IntEnum):
     """Kinds of memory: the rows of the table above, values and their gradients as one."""
 
     STATE = 0
@@ -60,13 +60,13 @@ class MemoryCurve:
     seconds: Floats
     bytes_held: Floats
     kinds: Floats
-    """The number in ``Held`` of what each change is of."""
+    """The number in ``MemoryKind`` of what each change is of."""
 
     @property
     def peak_bytes(self) -> int:
         return int(self.bytes_held.max(initial=0.0))
 
-    def bytes_of(self, kind: Held) -> Floats:
+    def bytes_of(self, kind: MemoryKind) -> Floats:
         """Return what is held of one kind from each moment on."""
         changes = np.diff(self.bytes_held, prepend=0.0)
         return np.cumsum(np.where(self.kinds == kind, changes, 0.0))
@@ -103,19 +103,21 @@ class _Ledger:
         self._scale = scale
         self._entries: list[list[Floats]] = [[] for _ in range(world_size)]
 
-    def hold(self, rank: int, kind: Held, size_bytes: float | Floats, since: Instant, until: Instant) -> None:
+    def hold(
+        self, rank: int, kind: MemoryKind, size_bytes: float | Floats, since: Instant, until: Instant
+    ) -> None:
         """Hold ``size_bytes`` (of a full micro-batch; an array where they differ) from ``since`` to ``until``."""
         held = size_bytes * self._scale
         if held.any():
             kinds = np.full(len(held), float(kind))
             self._entries[rank] += [np.stack((kinds, *since, held)), np.stack((kinds, *until, -held))]
 
-    def change(self, rank: int, kind: Held, size_bytes: float, seconds: float, place: float) -> None:
+    def change(self, rank: int, kind: MemoryKind, size_bytes: float, seconds: float, place: float) -> None:
         """Hold ``size_bytes`` more from one moment on, whatever the micro-batch's size."""
         self._entries[rank].append(np.array([[kind], [seconds], [place], [size_bytes]], dtype=np.float64))
 
     def curve(self, rank: int, state_bytes: float) -> MemoryCurve:
-        self.change(rank, Held.STATE, state_bytes, 0.0, -1.0)
+        self.change(rank, MemoryKind.STATE, state_bytes, 0.0, -1.0)
         kinds, seconds, place, change = np.concatenate(self._entries[rank], axis=1)
         order = np.lexsort((place, seconds))
         return MemoryCurve(seconds[order], np.cumsum(change[order]), kinds[order])
@@ -137,19 +139,21 @@ def memory_curves(
     for s, segment in enumerate(graph.segments):
         cost, rank = segment.cost, segment.rank
         deferred = cost.weight_saved_bytes * (times.end[2, s] >= 0.0)
-        ledger.hold(rank, Held.SAVED, cost.saved_bytes, begun[s], _latest(forward[s], backward[s]))
+        ledger.hold(rank, MemoryKind.SAVED, cost.saved_bytes, begun[s], _latest(forward[s], backward[s]))
         if segment.has_backward and (times.end[1, s] >= 0.0).any():
             first = int(np.argmin(np.where(times.end[1, s] >= 0.0, times.place[1, s], np.inf)))
             within = np.full(len(scale), float(cost.transient_bytes))
             within[first] = cost.first_transient_bytes or cost.transient_bytes
             ledger.hold(
-                rank, Held.WITHIN_BACKWARD, within, (times.start[1, s], times.place[1, s]), backward[s]
+                rank, MemoryKind.WITHIN_BACKWARD, within, (times.start[1, s], times.place[1, s]), backward[s]
             )
             at_first[rank] -= cost.gradient_bytes
             ledger.change(
-                rank, Held.GRADIENTS, cost.gradient_bytes, *(float(moment[first]) for moment in done[s])
+                rank, MemoryKind.GRADIENTS, cost.gradient_bytes, *(float(moment[first]) for moment in done[s])
             )
-        ledger.hold(rank, Held.SAVED, deferred, backward[s], done[s])  # after what ends at the same moment
+        ledger.hold(
+            rank, MemoryKind.SAVED, deferred, backward[s], done[s]
+        )  # after what ends at the same moment
     for value in graph.values:
         _hold_value(ledger, graph, times, value, done)
     for rank, size_bytes in enumerate(update_bytes):
@@ -159,7 +163,7 @@ def memory_curves(
                 (since, size_bytes),
                 (until, -size_bytes),
             ):  # after all else of the moment
-                ledger.change(rank, Held.UPDATE, change, seconds, np.inf)
+                ledger.change(rank, MemoryKind.UPDATE, change, seconds, np.inf)
     return tuple(ledger.curve(rank, at_first[rank]) for rank in range(graph.world_size))
 
 
@@ -183,21 +187,25 @@ def _hold_value(
         # Pieces are put together in one tensor, which is made when the first of them is posted.
         posted = [times.messages[value.name, False, s, t].posted for s, t, _ in there if t == away[0]]
         received_bytes = sum(size for _, t, size in there if t == away[0])
-        ledger.hold(away[0], Held.VALUES, received_bytes, _earliest(*posted), finished)
+        ledger.hold(away[0], MemoryKind.VALUES, received_bytes, _earliest(*posted), finished)
         if not trained:
             continue
         made = _earliest(*((times.start[1, c], times.place[1, c]) for c in consumers))
         sent = [times.messages[value.name, True, s, t].sent for s, t, _ in back if s == away[0]]
         until = _latest(*(sent or [_ends(times, 1, c) for c in consumers]))
-        ledger.hold(away[0], Held.VALUES, received_bytes, made, until)
+        ledger.hold(away[0], MemoryKind.VALUES, received_bytes, made, until)
         posted = [times.messages[value.name, True, s, t].posted for s, t, _ in back if t == home]
         ledger.hold(
-            home, Held.VALUES, sum(size for _, t, size in back if t == home), _earliest(*posted), returned
+            home,
+            MemoryKind.VALUES,
+            sum(size for _, t, size in back if t == home),
+            _earliest(*posted),
+            returned,
         )
-    ledger.hold(home, Held.VALUES, value.size_bytes, begun, held_until)
+    ledger.hold(home, MemoryKind.VALUES, value.size_bytes, begun, held_until)
     if local and trained:
         made = _earliest(*((times.start[1, c], times.place[1, c]) for c in local))
-        ledger.hold(home, Held.VALUES, value.size_bytes, made, returned)
+        ledger.hold(home, MemoryKind.VALUES, value.size_bytes, made, returned)
 
 
 def _ends(times: StepTimes, plane: int, segment: int) -> Instant:

@@ -37,11 +37,11 @@ from runtime.program.program import (
 from runtime.simulate.bundles import Bundle, BundleKey, bundles_of
 from runtime.simulate.event_loop import EventLoop
 from runtime.simulate.fair_share import Links
-from runtime.simulate.flatten import FlatPrograms, Overheads, Ready, count_microbatches
+from runtime.simulate.flatten import FlatPrograms, Overheads, SumReady, count_microbatches
 from runtime.simulate.memory import MemoryCurve, MessageTimes, memory_curves
 from runtime.simulate.simulation import (
+    Occupied,
     Simulation,
-    Span,
     Transfer,
     busy_seconds,
     refuse_stuck,
@@ -66,7 +66,7 @@ def simulate(
     overheads: Overheads = _NO_OVERHEADS,
     reduce_seconds: Callable[[ReduceGradients], float] | None = None,
     reduce_bytes: Callable[[ReduceGradients], float] | None = None,
-    reduce_ready: Ready | None = None,
+    reduce_ready: SumReady | None = None,
 ) -> Simulation:
     """Run the programs of ``groups``, which must have passed a check, on paper.
 
@@ -247,41 +247,43 @@ class _Transfers(Sequence[Transfer]):
         return tuple(sorted(pieces, key=lambda transfer: (transfer.start_seconds, transfer.message)))
 
 
-class _Timelines(Sequence[tuple[Span, ...]]):
+class _Timelines(Sequence[tuple[Occupied, ...]]):
     """The leaders' spans, which are their members' but for the sums of gradients."""
 
-    def __init__(self, groups: GroupPrograms, led: Sequence[tuple[Span, ...]]) -> None:
+    def __init__(self, groups: GroupPrograms, led: Sequence[tuple[Occupied, ...]]) -> None:
         self._groups, self._led = groups, led
-        self._known: dict[int, tuple[tuple[Span, ...], list[tuple[frozenset[int] | None, Span]]]] = {}
+        self._known: dict[int, tuple[tuple[Occupied, ...], list[tuple[frozenset[int] | None, Occupied]]]] = {}
 
     def __len__(self) -> int:
         return len(self._led)
 
     @overload
-    def __getitem__(self, index: int) -> tuple[Span, ...]: ...
+    def __getitem__(self, index: int) -> tuple[Occupied, ...]: ...
 
     @overload
-    def __getitem__(self, index: slice) -> tuple[tuple[Span, ...], ...]: ...
+    def __getitem__(self, index: slice) -> tuple[tuple[Occupied, ...], ...]: ...
 
-    def __getitem__(self, index: int | slice) -> tuple[Span, ...] | tuple[tuple[Span, ...], ...]:
+    def __getitem__(self, index: int | slice) -> tuple[Occupied, ...] | tuple[tuple[Occupied, ...], ...]:
         ranks = range(len(self._led))[index]
         return self._of(ranks) if isinstance(ranks, int) else tuple(map(self._of, ranks))
 
-    def _of(self, rank: int) -> tuple[Span, ...]:
+    def _of(self, rank: int) -> tuple[Occupied, ...]:
         leader = self._groups.leader_of[rank]
         if rank == leader:
             return self._led[leader]
         before, after = self._parts(leader)
         return before + tuple(span for ranks, span in after if ranks is None or rank in ranks)
 
-    def _parts(self, leader: int) -> tuple[tuple[Span, ...], list[tuple[frozenset[int] | None, Span]]]:
+    def _parts(
+        self, leader: int
+    ) -> tuple[tuple[Occupied, ...], list[tuple[frozenset[int] | None, Occupied]]]:
         """Return the leader's spans before the first sum, and what follows: spans of all members, sums of some."""
         known = self._known.get(leader)
         if known is not None:
             return known
         spans = iter(self._led[leader])
-        last = Span(0.0, 0.0, OptimizerStep())
-        found: list[tuple[frozenset[int] | None, Span]] = []
+        last = Occupied(0.0, 0.0, OptimizerStep())
+        found: list[tuple[frozenset[int] | None, Occupied]] = []
         for instruction in self._groups.programs[leader].instructions:
             if isinstance(instruction, ReduceGradients):
                 if leader in instruction.ranks:

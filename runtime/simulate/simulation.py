@@ -21,7 +21,7 @@ from runtime.simulate.flatten import COMPUTE, REDUCE, STEP, TOGETHER, FlatProgra
 from runtime.simulate.memory import MemoryCurve, MessageTimes, StepTimes
 
 
-class Span(NamedTuple):
+class Occupied(NamedTuple):
     """An instruction that occupied its rank."""
 
     start_seconds: float
@@ -47,7 +47,7 @@ class Simulation:
     """A simulated step. Sequences are per rank."""
 
     step_seconds: float
-    timeline: Sequence[tuple[Span, ...]]
+    timeline: Sequence[tuple[Occupied, ...]]
     busy_seconds: tuple[float, ...]
     """Time in forwards and backwards, as slow as contention made them."""
     memory: tuple[MemoryCurve, ...]
@@ -116,26 +116,26 @@ def refuse_stuck(programs: Sequence[Program], run: EventLoop) -> None:
         raise DeadlockError("simulate a step: it stops", [*waiting, f"{unmoved} messages never arrive"])
 
 
-def spans_of(program: Program, flat: FlatPrograms, run: EventLoop) -> tuple[Span, ...]:
+def spans_of(program: Program, flat: FlatPrograms, run: EventLoop) -> tuple[Occupied, ...]:
     """Return what occupied the rank, in order."""
     spans = []
     for (code, target, _, _), instruction in zip(
         flat.operations[program.rank], program.instructions, strict=True
     ):
         if code == COMPUTE:
-            spans.append(Span(run.start[target], run.end[target], instruction))
+            spans.append(Occupied(run.start[target], run.end[target], instruction))
         elif code in (REDUCE, TOGETHER):
             since, until = run.reduction_start[target], run.reduction_end[target]
             if target in flat.early_sums:  # what of it is left after the backward
                 since = max(since, spans[-1].end_seconds)
                 until = max(since, until)
-            spans.append(Span(since, until, instruction))
+            spans.append(Occupied(since, until, instruction))
         elif code == STEP:
-            spans.append(Span(run.step_start[program.rank], run.step_end[program.rank], instruction))
+            spans.append(Occupied(run.step_start[program.rank], run.step_end[program.rank], instruction))
     return tuple(spans)
 
 
-def busy_seconds(spans: Sequence[Span]) -> float:
+def busy_seconds(spans: Sequence[Occupied]) -> float:
     """Return the seconds of the computes."""
     return sum(
         span.end_seconds - span.start_seconds for span in spans if type(span.instruction) in NODE_PLANE
@@ -184,7 +184,7 @@ def equal_ranks(simulation: Simulation) -> list[tuple[int, ...]]:
     return [tuple(ranks) for ranks in found.values()]
 
 
-def _alike(spans: tuple[Span, ...]) -> Iterator[Hashable]:
+def _alike(spans: tuple[Occupied, ...]) -> Iterator[Hashable]:
     for start, end, instruction in spans:
         if isinstance(instruction, ReduceGradients):
             yield start, end, instruction.parameters, instruction.scattered

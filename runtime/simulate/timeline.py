@@ -17,7 +17,7 @@ from runtime.program.program import (
     Instruction,
     OptimizerStep,
 )
-from runtime.simulate.simulation import Simulation, Span
+from runtime.simulate.simulation import Occupied, Simulation
 
 FEWEST_COLUMNS = 10
 """The least columns of a row that say anything."""
@@ -71,7 +71,7 @@ def _ranks(ranks: list[int]) -> str:
     return f"ranks {listed}"
 
 
-def _row(spans: tuple[Span, ...], columns_per_second: float, width: int) -> str:
+def _row(spans: tuple[Occupied, ...], columns_per_second: float, width: int) -> str:
     row = ["."] * width
     several = len({getattr(span.instruction, "segment", None) for span in spans} - {None}) > 1
     for span in spans:

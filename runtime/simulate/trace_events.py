@@ -28,7 +28,7 @@ from runtime.program.program import (
     ReduceGradients,
 )
 from runtime.simulate.memory import MemoryCurve
-from runtime.simulate.simulation import Simulation, Span, Transfer, equal_ranks
+from runtime.simulate.simulation import Occupied, Simulation, Transfer, equal_ranks
 
 Event: TypeAlias = dict[str, Any]
 
@@ -103,7 +103,7 @@ def _slice(name: str, category: str, process: int, track: int, start: float, end
     }
 
 
-def _instructions(spans: Iterable[Span], process: int) -> Iterator[Event]:
+def _instructions(spans: Iterable[Occupied], process: int) -> Iterator[Event]:
     names = {_COMPUTE: "compute", _SUMS: "sums of gradients"}
     for span in spans:
         kind = type(span.instruction)

@@ -11,7 +11,7 @@ from runtime.program.groups import on_leaders
 from runtime.program.program import Program, ReduceGradients, SegmentGraph
 from runtime.simulate.event_loop import EventLoop
 from runtime.simulate.fair_share import Links
-from runtime.simulate.flatten import FlatPrograms, Overheads, Ready, count_microbatches
+from runtime.simulate.flatten import FlatPrograms, Overheads, SumReady, count_microbatches
 from runtime.simulate.memory import MemoryCurve, StepTimes, memory_curves
 from runtime.simulate.simulation import (
     Simulation,
@@ -39,7 +39,7 @@ def simulate_ranks(
     overheads: Overheads = _NO_OVERHEADS,
     reduce_seconds: Callable[[ReduceGradients], float] | None = None,
     reduce_bytes: Callable[[ReduceGradients], float] | None = None,
-    reduce_ready: Ready | None = None,
+    reduce_ready: SumReady | None = None,
     device_queues: bool = False,
 ) -> Simulation:
     """Run ``programs``, which must have passed ``check``, on paper.

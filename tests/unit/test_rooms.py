@@ -8,17 +8,13 @@ from benchmarks.rooms import House, Import, circles, make_house, read_house, upw
 
 MODULES_OF_A_ROOM = 25
 LINES_OF_A_FILE = 400
-FLAT = {
-    "cost_models": "a cluster/ and a calibration/ below it would import each other: stored rates one way, specs back"
-}
-"""Rooms that may hold more modules, and why."""
 
 HOUSE = read_house()
 
 
 def full_rooms(house: House) -> dict[str, int]:
     """Return the rooms with more than MODULES_OF_A_ROOM modules, and how many they hold."""
-    sizes = {folder: len(house.modules_in(folder)) for folder in house.folders if folder not in FLAT}
+    sizes = {folder: len(house.modules_in(folder)) for folder in house.folders}
     return {folder: size for folder, size in sizes.items() if size > MODULES_OF_A_ROOM}
 
 
@@ -40,10 +36,6 @@ def test_the_children_of_a_folder_import_each_other_one_way(folder: str) -> None
 
 def test_rooms_stay_small() -> None:
     assert full_rooms(HOUSE) == {}
-
-
-def test_every_exception_is_still_needed() -> None:
-    assert [room for room in FLAT if len(HOUSE.modules_in(room)) <= MODULES_OF_A_ROOM] == []
 
 
 def test_files_stay_small() -> None:

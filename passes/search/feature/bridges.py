@@ -14,9 +14,9 @@ import numpy as np
 
 from cost_models.arrays import FloatArray
 from cost_models.conversion import (
+    AxisChange,
     AxisLinks,
-    Kind,
-    Step,
+    CollectiveKind,
     Steps,
     buffer_share,
     expected_gradient,
@@ -71,11 +71,11 @@ class Bridges:
     parameters: dict[object, list[tuple[float, float]]] = field(default_factory=dict)
     """Seconds and bytes of every way to keep a parameter, as ``feature.problem`` makes them: numbers of micro-batches share
     them."""
-    _kinds: dict[tuple[Kind, int, float], int] = field(default_factory=dict)
+    _kinds: dict[tuple[CollectiveKind, int, float], int] = field(default_factory=dict)
     _pairs: dict[tuple[int, int], tuple[dict[int, int], dict[int, int], float, float, float, bool]] = field(
         default_factory=dict
     )
-    _sums: dict[tuple[int, int], Step | None] = field(default_factory=dict)
+    _sums: dict[tuple[int, int], AxisChange | None] = field(default_factory=dict)
     _seconds: dict[float, FloatArray] = field(default_factory=dict)
     """Seconds of every kind of step for a value of so many bytes."""
     _tables: dict[object, BridgeTable] = field(default_factory=dict)
@@ -193,7 +193,7 @@ def bridge_steps(source: int, need: int, shape: tuple[int, ...]) -> tuple[Steps,
     return there, back, allowed
 
 
-def last_sum_of(source: int, need: int, shape: tuple[int, ...]) -> Step | None:
+def last_sum_of(source: int, need: int, shape: tuple[int, ...]) -> AxisChange | None:
     """Return the step of a pair of codes that ``passes.shard.bridges.last_sum`` tells of."""
     later = tuple(d == DEFERRED for d in digits(source, len(shape)))
     produced, needed = source_placements(source, len(shape)), needs_of(need, len(shape))
@@ -202,7 +202,7 @@ def last_sum_of(source: int, need: int, shape: tuple[int, ...]) -> Step | None:
 
 def summed_beside(
     produced: Placements, needed: Sequence[Need], deferred: Sequence[bool], shape: tuple[int, ...]
-) -> Step | None:
+) -> AxisChange | None:
     """Return the step back of the last op of a bridge, if it is a sum that runs beside what reads the bridge."""
     settled = tuple(
         Need(Replicate()) if size == 1 or (later and need.partial_gradient) else need

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from cost_models.compute import optimizer_seconds
-from cost_models.conversion import AxisLinks, Kind, local_share
+from cost_models.conversion import AxisLinks, CollectiveKind, local_share
 from cost_models.layout import Mesh, Replicate, Shard
 from cost_models.memory import OPTIMIZERS, StateBytes
 from cost_models.precision import ParameterPrecision, Precision
@@ -38,7 +38,7 @@ def sum_bytes(graph: OpGraph, precision: Precision) -> float:
 class OncePerStep:
     """A collective about one parameter. ``share``: of the parameter's elements, what is whole along ``axes``."""
 
-    kind: Kind
+    kind: CollectiveKind
     axes: tuple[int, ...]
     share: float
 

@@ -21,7 +21,7 @@ from cost_models.errors import ModelError
 from passes.graph.nodes import call, drop_dead_code, fake_mode_of, where
 from passes.trace.normal.flex import FLEX_TRACED
 from runtime.ops.flex import FLEX_ATTENTION, FLEX_BLOCKS
-from runtime.ops.flex_program import Value, write
+from runtime.ops.flex_program import ProgramValue, write
 
 aten = torch.ops.aten
 
@@ -78,18 +78,18 @@ class _Program:
         for leaf in dict.fromkeys(read):
             if leaf not in inner and leaf not in self.operands and leaf is not score:
                 self.operands.append(leaf)
-        values = {leaf: Value(place) for place, leaf in enumerate(self.operands)}
+        values = {leaf: ProgramValue(place) for place, leaf in enumerate(self.operands)}
         if score is not None:
-            values[score] = Value(len(values))
+            values[score] = ProgramValue(len(values))
         written: list[str] = []
         for node in inner:
             if node.target in _SAME:
                 values[node] = values[node.args[0]]  # type: ignore[index]
             else:
-                values[node] = Value(len(written), made=True)
+                values[node] = ProgramValue(len(written), made=True)
                 written.append(str(_step(node, values)))
         last = values[root]
-        return written if last == Value(len(written) - 1, made=True) else [*written, str(last)]
+        return written if last == ProgramValue(len(written) - 1, made=True) else [*written, str(last)]
 
     def _inner(self, root: fx.Node, score: fx.Node | None) -> list[fx.Node]:
         """List the ops that the program does itself, in order: back from ``root``, while they are steps."""
@@ -125,10 +125,10 @@ def _can_be_step(node: fx.Node) -> bool:
     numbers = any(not isinstance(source.meta.get("val"), torch.Tensor) for source in node.all_input_nodes)
     if not pointwise or drawn or numbers:
         return False
-    return _step(node, dict.fromkeys(node.all_input_nodes, Value(0))) is not None
+    return _step(node, dict.fromkeys(node.all_input_nodes, ProgramValue(0))) is not None
 
 
-def _step(node: fx.Node, values: dict[fx.Node, Value]) -> str | None:
+def _step(node: fx.Node, values: dict[fx.Node, ProgramValue]) -> str | None:
     def value(argument: Any) -> Any:
         return values[argument] if isinstance(argument, fx.Node) else argument
 

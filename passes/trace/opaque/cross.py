@@ -31,7 +31,7 @@ from passes.trace.opaque.mark import ACTIVE
 from passes.trace.opaque.open_sizes import OpenSizes, described, open_sizes
 from passes.trace.opaque.refused import PartError, refuse_inner_gradients
 from passes.trace.opaque.sizes import Observed, Point, UnfitError, apart, applied, observe_fake, points
-from runtime.ops.opaque import Baked, Opaque, Result, Size, Slot, Tree
+from runtime.ops.opaque import Baked, Opaque, OpaqueResult, OpaqueSize, Slot, Tree
 from runtime.ops.opaque_code import LOSS, called
 from runtime.ranks.alone import NoGroupError
 from runtime.user_code import innermost_module
@@ -183,7 +183,7 @@ class Crossing:
                 leaves.append(next(outputs))
                 continue
             other = next(others)
-            leaves.append(other.of(numbers) if isinstance(other, Size) else other)
+            leaves.append(other.of(numbers) if isinstance(other, OpaqueSize) else other)
         return pytree.tree_unflatten(leaves, seen.structure)
 
     def _opaque(
@@ -200,7 +200,7 @@ class Crossing:
         autocast = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else None
 
         def on(sizes: OpenSizes) -> Opaque:
-            arguments: list[Slot | Size | Baked] = []
+            arguments: list[Slot | OpaqueSize | Baked] = []
             for leaf in leaves:
                 if isinstance(leaf, Tensor):
                     arguments.append(Slot(place[id(leaf)]))
@@ -227,7 +227,7 @@ class Crossing:
         opaque, sizes, runs = self._runs(on, given, open_sizes(inputs), call)
         results, seen = described(runs, given, len(inputs))
         results += [
-            Result(tuple(map(sizes.polynomial, given[index].shape)), given[index].dtype)
+            OpaqueResult(tuple(map(sizes.polynomial, given[index].shape)), given[index].dtype)
             for index in seen.written
         ]
         measured = tuple(replace(run.work, numbers=p) for p, run in runs.items() if run.work is not None)

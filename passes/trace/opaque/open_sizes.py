@@ -14,7 +14,7 @@ from passes.graph.nodes import symbolic
 from passes.graph.signatures import concrete
 from passes.trace.opaque.code import checked_argument
 from passes.trace.opaque.sizes import Observed, Point, UnfitError, fit, points
-from runtime.ops.opaque import Result, Size, Variable
+from runtime.ops.opaque import OpaqueResult, OpaqueSize, SizeVariable
 
 
 @dataclass(frozen=True)
@@ -22,7 +22,7 @@ class OpenSizes:
     """The symbols in the inputs' sizes, in groups that are equal: where each is read, and its number in the example."""
 
     groups: tuple[tuple[sympy.Symbol, ...], ...]
-    read: Mapping[sympy.Symbol, Variable]
+    read: Mapping[sympy.Symbol, SizeVariable]
     numbers: Mapping[sympy.Symbol, int]
 
     @property
@@ -30,7 +30,7 @@ class OpenSizes:
         return tuple(self.numbers[first] for first, *_ in self.groups)
 
     @property
-    def variables(self) -> tuple[Variable, ...]:
+    def variables(self) -> tuple[SizeVariable, ...]:
         return tuple(self.read[first] for first, *_ in self.groups)
 
     @property
@@ -53,7 +53,7 @@ class OpenSizes:
         sizes = self._at(point)
         return [[concrete(symbolic(d), sizes) for d in tensor.shape] for tensor in given]
 
-    def polynomial(self, number: Any) -> Size:
+    def polynomial(self, number: Any) -> OpaqueSize:
         """Return a size of the inputs, or a number that follows from them, as a polynomial of the variables."""
         expression = sympy.sympify(symbolic(number))
         if not expression.free_symbols <= self.read.keys():
@@ -72,7 +72,7 @@ class OpenSizes:
 
 def open_sizes(inputs: Sequence[Tensor]) -> OpenSizes:
     """Find, for each symbol in the inputs' sizes, a size that is a multiple of it alone."""
-    found: dict[sympy.Symbol, Variable] = {}
+    found: dict[sympy.Symbol, SizeVariable] = {}
     numbers: dict[sympy.Symbol, int] = {}
     wanted: set[Any] = set()
     for index, tensor in enumerate(inputs):
@@ -83,7 +83,7 @@ def open_sizes(inputs: Sequence[Tensor]) -> OpenSizes:
             wanted |= expression.free_symbols
             factor, symbol = expression.as_coeff_Mul()
             if isinstance(symbol, sympy.Symbol) and (symbol not in found or factor < found[symbol].divisor):
-                found[symbol] = Variable(index, dim, int(factor))
+                found[symbol] = SizeVariable(index, dim, int(factor))
                 numbers[symbol] = int(cast("Any", size).node.hint) // int(factor)
     missing = wanted - found.keys()
     if missing:
@@ -95,7 +95,7 @@ def open_sizes(inputs: Sequence[Tensor]) -> OpenSizes:
 
 def described(
     runs: Mapping[Point, Observed], given: Sequence[Tensor], inputs: int
-) -> tuple[list[Result], Observed]:
+) -> tuple[list[OpaqueResult], Observed]:
     """Describe what the part returns for all sizes; raises UnfitError if the runs do not agree on it."""
     (base, first), *others = runs.items()
     for _, other in others:
@@ -110,7 +110,7 @@ def described(
     ):
         raise UnfitError("it writes a parameter")
     results = [
-        Result(
+        OpaqueResult(
             tuple(fit({p: run.shapes[i][d] for p, run in runs.items()}, base) for d in range(len(shape))),
             dtype,
         )

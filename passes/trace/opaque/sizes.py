@@ -24,7 +24,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from passes.trace.noted import equal
-from runtime.ops.opaque import Measured, Opaque, Size, no_compile
+from runtime.ops.opaque import Measured, Opaque, OpaqueSize, no_compile
 from runtime.ranks.alone import alone
 
 T = TypeVar("T")
@@ -249,7 +249,7 @@ def points(base: Point) -> list[Point]:
     return [*corners, tuple(3 * b for b in base)] if base else [()]
 
 
-def fit(seen: Mapping[Point, int], base: Point) -> Size:
+def fit(seen: Mapping[Point, int], base: Point) -> OpaqueSize:
     """Return the polynomial, linear in every variable, that gives ``seen``; raises UnfitError if none does."""
     terms: list[tuple[int, tuple[int, ...]]] = []
     indices = range(len(base))
@@ -260,7 +260,7 @@ def fit(seen: Mapping[Point, int], base: Point) -> Size:
     total: dict[tuple[int, ...], int] = {}
     for coefficient, factors in terms:
         total[factors] = total.get(factors, 0) + coefficient
-    size = Size(tuple((c, f) for f, c in sorted(total.items()) if c))
+    size = OpaqueSize(tuple((c, f) for f, c in sorted(total.items()) if c))
     if any(size.of(point) != number for point, number in seen.items()):
         raise UnfitError("a size of its output is no polynomial of its inputs' sizes")
     return size

@@ -13,7 +13,7 @@ from cost_models import host
 from cost_models.cluster import ClusterSpec, MeasuredRates
 from cost_models.devices import DEFAULT_EFFICIENCY
 from cost_models.errors import ClusterError
-from cost_models.stacks import NEWEST, STACKS
+from cost_models.spec.presets import NEWEST, STACKS
 
 TWO_KINDS = {
     "nodes": [

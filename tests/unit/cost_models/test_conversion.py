@@ -11,7 +11,7 @@ import torch
 from cost_models.cluster import ClusterSpec
 from cost_models.communication import ring_all_reduce_seconds, slowest_hop
 from cost_models.conversion import (
-    Step,
+    AxisChange,
     axis_groups,
     axis_links,
     local_share,
@@ -46,7 +46,7 @@ def spread(whole: torch.Tensor, placements: tuple[Placement, ...], shape: tuple[
     return held
 
 
-def _stepped(step: Step, line: list[torch.Tensor], i: int) -> torch.Tensor:
+def _stepped(step: AxisChange, line: list[torch.Tensor], i: int) -> torch.Tensor:
     if step.kind in ("all_reduce", "reduce_scatter"):
         whole = torch.stack(line).sum(0)
         return whole if step.kind == "all_reduce" else whole.chunk(len(line), step.dim)[i]
@@ -59,7 +59,7 @@ def _stepped(step: Step, line: list[torch.Tensor], i: int) -> torch.Tensor:
     return line[i] if i == 0 else torch.zeros_like(line[i])
 
 
-def apply(step: Step, held: dict, size: int) -> dict:
+def apply(step: AxisChange, held: dict, size: int) -> dict:
     done = {}
     for at in held:
         line = [held[(*at[: step.axis], j, *at[step.axis + 1 :])] for j in range(size)]
@@ -84,7 +84,7 @@ def test_every_conversion_is_right_on_real_tensors(shape: tuple[int, ...]) -> No
         wanted = spread(whole, tuple(R if p == P else p for p in target), shape)
         for axis, placement in enumerate(target):
             if placement == P:  # the sum over the axis is the whole
-                held = apply(Step("all_reduce", axis, -1, 1.0), held, shape[axis])
+                held = apply(AxisChange("all_reduce", axis, -1, 1.0), held, shape[axis])
         for at, local in held.items():
             torch.testing.assert_close(local, wanted[at])
 
@@ -131,7 +131,7 @@ def test_volumes_follow_the_ring() -> None:
     assert steps_bytes_per_rank(path((P,), (R,), (p,)), n, (p,)) == 2 * n * (p - 1) / p
     assert steps_bytes_per_rank(path((S0,), (R,), (p,)), n, (p,)) == n * (p - 1) / p
     assert steps_bytes_per_rank(path((S0,), (S1,), (p,)), n, (p,)) == n / p * (p - 1) / p
-    assert volume_share(Step("slice", 0, 0, 1.0), p) == 0
+    assert volume_share(AxisChange("slice", 0, 0, 1.0), p) == 0
     assert local_share((S0, R, S1), (2, 3, 4)) == 1 / 8
 
 

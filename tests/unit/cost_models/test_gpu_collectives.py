@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from cost_models.cluster import ClusterSpec
 from cost_models.communication import AlphaBeta, ring_all_gather_seconds, ring_all_reduce_seconds
-from cost_models.conversion import COLLECTIVES, Kind, group_links
+from cost_models.conversion import COLLECTIVES, CollectiveKind, group_links
 from cost_models.gpu_collectives import START_SECONDS, SWITCH_SECONDS, GpuLinks
 
 NVLINK, CARD = AlphaBeta(3e-6, 200e9), AlphaBeta(10e-6, 20e9)
@@ -18,7 +18,7 @@ SHAPES = [
     GpuLinks(8, 2, NVLINK, CARD),
     GpuLinks(8, 4, NVLINK, CARD),
 ]
-KINDS: list[Kind] = ["all_gather", "all_reduce", "all_to_all", "reduce_scatter"]
+KINDS: list[CollectiveKind] = ["all_gather", "all_reduce", "all_to_all", "reduce_scatter"]
 
 
 def test_nothing_to_send_takes_the_start_and_the_steps() -> None:
@@ -90,7 +90,7 @@ def test_a_cluster_file_says_at_which_rate_a_switch_sums() -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_links_of_workers_keep_the_two_numbers_that_were_measured(kind: Kind) -> None:
+def test_links_of_workers_keep_the_two_numbers_that_were_measured(kind: CollectiveKind) -> None:
     assert kind in COLLECTIVES
     cluster = ClusterSpec.local(2)
     links = group_links([range(2)], cluster)

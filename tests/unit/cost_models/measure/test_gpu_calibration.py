@@ -18,7 +18,7 @@ from cost_models.compute import optimizer_seconds
 from cost_models.devices import Device
 from cost_models.errors import ClusterError, UsageError
 from cost_models.measure import ops, run, timing
-from cost_models.measure.calibration import Calibration, Machine, Measurement, Timing, merged
+from cost_models.measure.calibration import Calibration, Machine, Measurement, PhaseTiming, merged
 from cost_models.measure.cases import OpCase, PlannedOp, cases_of, device_cases
 from cost_models.measure.fit import fit
 from cost_models.measure.gpu_links import measure_links
@@ -279,7 +279,7 @@ def planted(device: Device) -> Calibration:
         "tf32": Measurement(
             kind="linear",
             number="tf32",
-            parts={"forward": Timing(flops=1e12, moved_bytes=1e6, seconds=1e-3)},
+            parts={"forward": PhaseTiming(flops=1e12, moved_bytes=1e6, seconds=1e-3)},
         ),
     }
     for number in ("bfloat16", "float32"):
@@ -293,10 +293,10 @@ def planted(device: Device) -> Calibration:
                 rate = "vector" if number == "float32" else name
                 back = "attention_backward" if (name, rate) == ("attention", "attention") else rate
                 parts = {
-                    "forward": Timing(
+                    "forward": PhaseTiming(
                         flops=flops, moved_bytes=1e8, seconds=seconds(flops, 1e8, number, share, rate)
                     ),
-                    "backward": Timing(
+                    "backward": PhaseTiming(
                         flops=flops, moved_bytes=1e8, seconds=seconds(flops, 1e8, number, share, back)
                     ),
                 }
@@ -313,7 +313,9 @@ def planted(device: Device) -> Calibration:
                     )
     for moved in (1e6, 2e8, 5e8):
         slow = 10.0 if moved < 1e8 else 1.0  # a small one is in a cache, or waits for the host
-        part = Timing(flops=0, moved_bytes=moved, seconds=slow * seconds(0, moved, "float32", 1.0, "vector"))
+        part = PhaseTiming(
+            flops=0, moved_bytes=moved, seconds=slow * seconds(0, moved, "float32", 1.0, "vector")
+        )
         records[f"add {moved}"] = Measurement(kind="add", number="float32", parts={"forward": part})
     return Calibration(machine=machine(), date="2026-01-31", records=records)
 

@@ -15,7 +15,7 @@ from cost_models.cluster import ClusterSpec
 from cost_models.compute import optimizer_seconds
 from cost_models.conversion import group_links
 from cost_models.errors import UsageError
-from cost_models.measure.calibration import Calibration, Machine, Measurement, Timing
+from cost_models.measure.calibration import Calibration, Machine, Measurement, PhaseTiming
 from cost_models.measure.cases import OpCase, worker_cases
 from cost_models.measure.fit import STANDS_FOR_ALL, fit_curve, fit_line, worker_rates
 from cost_models.measure.messages import fit_latency
@@ -51,7 +51,7 @@ def measured(kind: str, phase: Phase, *samples: tuple[float, float, float]) -> d
         f"{kind} {phase} {number}": Measurement(
             kind=kind,
             number="float32",
-            parts={phase: Timing(flops=flops, moved_bytes=moved, seconds=seconds)},
+            parts={phase: PhaseTiming(flops=flops, moved_bytes=moved, seconds=seconds)},
         )
         for number, (flops, moved, seconds) in enumerate(samples)
     }
@@ -81,11 +81,13 @@ def calibration(**change: object) -> Calibration:
                 f"product {number}": Measurement(
                     kind="product",
                     number=number,
-                    parts={"forward": Timing(flops=rate, moved_bytes=1, seconds=1)},
+                    parts={"forward": PhaseTiming(flops=rate, moved_bytes=1, seconds=1)},
                 )
                 for number, rate in rates.items()
             },
-            "copy": Measurement(kind="copy", parts={"forward": Timing(flops=0, moved_bytes=3e10, seconds=1)}),
+            "copy": Measurement(
+                kind="copy", parts={"forward": PhaseTiming(flops=0, moved_bytes=3e10, seconds=1)}
+            ),
             "optimizer adamw single": Measurement(
                 kind="optimizer adamw",
                 backend="single",

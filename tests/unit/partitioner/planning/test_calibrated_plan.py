@@ -7,10 +7,10 @@ import torch
 from torch import nn
 
 from cost_models.cluster import ClusterSpec
-from cost_models.cluster_schema import HostSpec
 from cost_models.measure.cases import worker_cases
 from cost_models.op_profile import CostCurve, CostLine, OpTimes
-from cost_models.rates import MeasuredRates
+from cost_models.spec.rates import MeasuredRates
+from cost_models.spec.sections import HostSpec
 from partitioner.api import partition
 from partitioner.models.as_graph import as_graph
 from partitioner.plan import Plan

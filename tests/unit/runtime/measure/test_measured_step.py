@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from runtime.measure.instrument import HostClock, RunRecord, Sent, Wait
+from runtime.measure.instrument import HostClock, RunRecord, SendMark, WaitMark
 from runtime.measure.measured_step import (
     RankTimes,
     StepRecord,
@@ -46,8 +46,8 @@ def records() -> list[StepRecord]:
     zero = RunRecord(
         first,
         ((10.0, 12.0), (12.0, 12.2), (12.2, 12.5), (12.5, 19.0), (19.0, 19.5)),
-        (Wait(2, 12.5, 17.0), Wait(4, 19.5, 20.0)),
-        (Sent(1, 12.1, 64),),
+        (WaitMark(2, 12.5, 17.0), WaitMark(4, 19.5, 20.0)),
+        (SendMark(1, 12.1, 64),),
     )
     one = RunRecord(
         second,
@@ -55,8 +55,8 @@ def records() -> list[StepRecord]:
             (s + SHIFT, e + SHIFT)
             for s, e in ((10.2, 10.5), (10.5, 14.0), (14.0, 16.0), (16.0, 16.5), (16.5, 17))
         ),
-        (Wait(0, 10.5 + SHIFT, 13.0 + SHIFT), Wait(4, 19.0 + SHIFT, 20.0 + SHIFT)),
-        (Sent(3, 16.1 + SHIFT, 64),),
+        (WaitMark(0, 10.5 + SHIFT, 13.0 + SHIFT), WaitMark(4, 19.0 + SHIFT, 20.0 + SHIFT)),
+        (SendMark(3, 16.1 + SHIFT, 64),),
     )
     return [
         StepRecord(9.0, 23.0, (21.0, 22.0), zero),

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from cost_models.errors import InternalError
 from cost_models.layout import Layout, Mesh, Partial, Placement, Replicate, Shard
-from runtime.mesh.cross_mesh import Piece, pieces
+from runtime.mesh.cross_mesh import MovedBlock, pieces
 from runtime.mesh.sharding import Block, block_of, coordinates
 from tests.support.matrix import drawn
 
@@ -75,13 +75,13 @@ def test_the_nearest_copy_sends() -> None:
 
 def test_a_rank_of_both_groups_keeps_what_it_has() -> None:
     found = pieces((4, 2), spread(0, (2, Shard(0))), spread(1, (2, Shard(0))))
-    assert found == (Piece(0, 1, Block((0, 0), (2, 2))), Piece(1, 2, Block((2, 0), (2, 2))))
+    assert found == (MovedBlock(0, 1, Block((0, 0), (2, 2))), MovedBlock(1, 2, Block((2, 0), (2, 2))))
     same = pieces((4, 2), spread(0, (2, Shard(0))), spread(0, (2, Replicate())))
     assert [(p.source, p.target) for p in same] == [(0, 0), (1, 0), (0, 1), (1, 1)]
 
 
 def test_numbers_without_dimensions_and_empty_tensors() -> None:
-    assert pieces((), Layout.on(0), Layout.on(1)) == (Piece(0, 1, Block((), ())),)
+    assert pieces((), Layout.on(0), Layout.on(1)) == (MovedBlock(0, 1, Block((), ())),)
     assert pieces((0, 4), Layout.on(0), Layout.on(1)) == ()
 
 

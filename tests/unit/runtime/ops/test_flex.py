@@ -12,7 +12,7 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 import runtime.ops.flex as ours
 from passes.trace.normal.flex import flex_with_backward
 from runtime.ops.flex import FLEX_ATTENTION, FLEX_BLOCKS, at_one, block_kinds, block_mask, by_kernel, dense
-from runtime.ops.flex_program import Value, evaluate, parse, write
+from runtime.ops.flex_program import ProgramValue, evaluate, parse, write
 
 aten = torch.ops.aten
 ROWS, COLUMNS = 300, 260
@@ -98,9 +98,9 @@ def test_a_query_that_sees_nothing_gets_zeros_and_gives_none() -> None:
 def test_steps_are_written_and_read_back() -> None:
     x = torch.tensor([[3.0, 5.0], [7.0, 20.0]])
     steps = [
-        write(aten.div.Tensor_mode, [Value(0), 4], {"rounding_mode": "floor"}),
-        write(aten.to.dtype, [Value(0, made=True), torch.float32], {}),
-        write(aten.lt.Scalar, [Value(1, made=True), 2.5], {"device": torch.device("cpu")}),
+        write(aten.div.Tensor_mode, [ProgramValue(0), 4], {"rounding_mode": "floor"}),
+        write(aten.to.dtype, [ProgramValue(0, made=True), torch.float32], {}),
+        write(aten.lt.Scalar, [ProgramValue(1, made=True), 2.5], {"device": torch.device("cpu")}),
     ]
     assert steps == [
         'div.Tensor_mode %0 4 rounding_mode="floor"', "to.dtype $0 torch.float32", "lt.Scalar $1 2.5"
@@ -108,5 +108,5 @@ def test_steps_are_written_and_read_back() -> None:
     assert evaluate(parse(tuple(map(str, steps))), [x]).tolist() == [[True, True], [True, False]]
     wide = evaluate(parse(("to.dtype %0 torch.float32",)), [x.double()], wide=True)
     assert wide.dtype == torch.float64
-    assert write(aten.add.Tensor, [Value(0), [1, 2]], {}) is None
+    assert write(aten.add.Tensor, [ProgramValue(0), [1, 2]], {}) is None
     assert at_one(["%1"], operands()[:2])(*map(torch.tensor, (0, 0, 7, 9))).item() == 9

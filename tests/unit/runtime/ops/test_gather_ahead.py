@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, fx
 
 from runtime.ops import bridges
-from runtime.ops.gather_ahead import StepWays, Wait, gather_steps, start_ahead
+from runtime.ops.gather_ahead import StepWays, WaitForGather, gather_steps, start_ahead
 from runtime.segment.recompute import checkpointed, marked
 from tests.support.alive import AliveBytes
 
@@ -43,7 +43,7 @@ def doubled(happened: list[str]) -> Callable[[Sequence[fx.Node]], StepWays]:
     def ways(gathers: Sequence[fx.Node]) -> StepWays:
         names = [str(gather.args[0]) for gather in gathers]
 
-        def under_way(name: str, result: Tensor) -> Wait:
+        def under_way(name: str, result: Tensor) -> WaitForGather:
             happened.append(f"start {name}")
 
             def wait() -> Tensor:
@@ -52,10 +52,10 @@ def doubled(happened: list[str]) -> Callable[[Sequence[fx.Node]], StepWays]:
 
             return wait
 
-        def start(parts: Sequence[Tensor]) -> list[Wait]:
+        def start(parts: Sequence[Tensor]) -> list[WaitForGather]:
             return [under_way(name, torch.cat([x, x])) for name, x in zip(names, parts, strict=True)]
 
-        def sums(gradients: Mapping[int, Tensor]) -> dict[int, Wait]:
+        def sums(gradients: Mapping[int, Tensor]) -> dict[int, WaitForGather]:
             return {n: under_way(f"d{names[n]}", g[: g.shape[0] // 2] * 2) for n, g in gradients.items()}
 
         return StepWays(start, sums)

@@ -9,7 +9,7 @@ import pytest
 
 from runtime.program.program import Backward, SegmentCost
 from runtime.schedules import SCHEDULES, peak_bytes
-from runtime.schedules.held import Step, chunk_corners
+from runtime.schedules.held import ComputeStep, chunk_corners
 from tests.unit.runtime.schedules.tools import chain, clock, held_microbatches, ordered, peak_saved_bytes
 
 SIZES = [(1, 1), (1, 4), (2, 1), (2, 3), (3, 3), (4, 4), (4, 8), (4, 9), (5, 13), (8, 8), (8, 20)]
@@ -112,9 +112,9 @@ def test_a_chunk_is_fullest_at_a_corner_however_its_counts_are_weighed(name: str
 def test_corners_leave_out_what_lies_on_or_below_their_connecting_lines() -> None:
     assert SCHEDULES["zb-h1"].corners(5, 8, 1, 64) == (((3, 5), (2, 6)),)
     assert SCHEDULES["1f1b"].corners(1, 4, 1, 64) == (((3, 0),),)
-    forward: Step = ("F", 0, 0)
-    half: Step = ("I", 0, 0)
-    one_line: list[Step] = [
+    forward: ComputeStep = ("F", 0, 0)
+    half: ComputeStep = ("I", 0, 0)
+    one_line: list[ComputeStep] = [
         forward,
         forward,
         forward,

@@ -26,7 +26,7 @@ from runtime.program.program import (
     Value,
 )
 from runtime.schedules import SCHEDULES
-from runtime.schedules.held import Step
+from runtime.schedules.held import ComputeStep
 from runtime.schedules.list_scheduler import Alone
 from runtime.schedules.list_work import work_of
 
@@ -117,7 +117,7 @@ def default_limits(
     return Alone.of(graph, work_of(graph, transfer_seconds, "whole")).limits(microbatches)
 
 
-def held_microbatches(steps: Iterable[Step], chunks: int) -> tuple[int, ...]:
+def held_microbatches(steps: Iterable[ComputeStep], chunks: int) -> tuple[int, ...]:
     """For each chunk, the most micro-batches at once whose forward is done and last backward half is not."""
     now = [0] * chunks
     most = [0] * chunks

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 from cost_models.cluster import ClusterSpec
-from cost_models.cluster_schema import HostSpec
 from cost_models.op_profile import PHASES, Cost, CostCurve, CostLine, OpTimes, Phase
-from cost_models.rates import MeasuredRates
+from cost_models.spec.rates import MeasuredRates
+from cost_models.spec.sections import HostSpec
 from partitioner.models.as_graph import as_graph
 from partitioner.models.bundled import bundled
 from passes.costs.costs import cost_graph, costs_of

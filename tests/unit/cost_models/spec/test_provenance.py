@@ -8,7 +8,7 @@ import pytest
 
 from cost_models.cluster import ClusterSpec
 from cost_models.op_profile import CostLine, OpTimes
-from cost_models.rates import MeasuredRates
+from cost_models.spec.rates import MeasuredRates
 
 TIMES = OpTimes(((("elementwise", "forward"), CostLine(1e-6, 0.0, 0.0)),))
 OWN = {"memory": "16GiB", "memory_bandwidth": "900GB/s", "flops": {"float32": "15T"}}

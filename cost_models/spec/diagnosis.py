@@ -20,11 +20,11 @@ from typing import Any
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
-from cost_models.cluster_checks import cluster_problems
-from cost_models.cluster_fields import FIELDS_ONLY, Problem, did_you_mean
-from cost_models.cluster_file import Document, Location, key_path
-from cost_models.cluster_schema import NetworkSpec, NodeSpec
 from cost_models.errors import ClusterError
+from cost_models.spec.checks import cluster_problems
+from cost_models.spec.document import Document, Location, key_path
+from cost_models.spec.fields import FIELDS_ONLY, Problem, did_you_mean
+from cost_models.spec.sections import NetworkSpec, NodeSpec
 from cost_models.units import show
 
 _ROUNDS = 10

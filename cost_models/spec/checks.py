@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Container, Iterable
 
-from cost_models.cluster_fields import Problem, did_you_mean
-from cost_models.cluster_schema import NetworkSpec, NodeSpec
+from cost_models.spec.fields import Problem, did_you_mean
+from cost_models.spec.sections import NetworkSpec, NodeSpec
 from cost_models.units import listed
 
 MAX_DEVICES = 65536

@@ -1,4 +1,4 @@
-"""Cluster files: text → plain data with line numbers. Its problems: ``cost_models.cluster_diagnosis``."""
+"""Cluster files: text → plain data with line numbers. Its problems: ``cost_models.spec.diagnosis``."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ import yaml
 
 from cost_models.errors import ClusterError
 
-Key: TypeAlias = str | int
-Location: TypeAlias = tuple[Key, ...]
+PathKey: TypeAlias = str | int
+Location: TypeAlias = tuple[PathKey, ...]
 
 MAX_VALUES = 200_000
 """Values a file may hold with its aliases written out: a few lines of YAML can otherwise stand for billions."""
@@ -85,7 +85,7 @@ def _yaml_reason(error: yaml.YAMLError) -> str:
     return f"line {mark.line + 1}, column {mark.column + 1}: {what}" if mark is not None else what
 
 
-def key_path(location: Sequence[Key]) -> str:
+def key_path(location: Sequence[PathKey]) -> str:
     """Write a path of keys: ``("nodes", 1, "device")`` → ``"nodes[1].device"``."""
     text = ""
     for key in location:

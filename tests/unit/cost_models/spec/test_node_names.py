@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from cost_models.node_names import expand_names
+from cost_models.spec.fields import expand_names
 
 
 @pytest.mark.parametrize(

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from cost_models.cluster import ClusterSpec
-from cost_models.cluster_schema import DeviceSpec, LinkSpec, NetworkSpec, NodeSpec
 from cost_models.devices import RATE_NAMES
-from cost_models.presets import DEVICE_LINKS, DEVICES, LINKS, MACHINE_NETWORKS, MACHINES
+from cost_models.spec.presets import DEVICE_LINKS, DEVICES, LINKS, MACHINE_NETWORKS, MACHINES
+from cost_models.spec.sections import DeviceSpec, LinkSpec, NetworkSpec, NodeSpec
 
 NOMINAL_GB = {
     "V100-16GB": 16,

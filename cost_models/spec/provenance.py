@@ -12,9 +12,9 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 
-from cost_models.cluster_schema import DeviceSpec, NodeSpec
-from cost_models.intervals import RATES, Rates
-from cost_models.stacks import NEWEST, STACKS
+from cost_models.intervals import RATES, RateSource
+from cost_models.spec.presets import NEWEST, STACKS
+from cost_models.spec.sections import DeviceSpec, NodeSpec
 
 DEFAULTS = "defaults"
 """The provenance of data-sheet numbers and rules of thumb, until a calibration replaces them."""
@@ -23,21 +23,21 @@ _OWN_RATES = {"flops", "memory_bandwidth", "efficiency", "launch_overhead", "ker
 
 
 @dataclass(frozen=True)
-class Origin:
+class RateOrigin:
     """The origin of the rates of some devices. ``rates``: None where predictions by such rates were never compared."""
 
     text: str
-    rates: Rates | None
+    rates: RateSource | None
 
 
-def origin_of(nodes: Sequence[NodeSpec], provenance: str, ranks: Collection[int] | None = None) -> Origin:
+def origin_of(nodes: Sequence[NodeSpec], provenance: str, ranks: Collection[int] | None = None) -> RateOrigin:
     """Return the origin of the rates of ``ranks`` (of all if None); the least sure one counts where they differ."""
     devices = list(_devices(nodes, ranks))
     found = [_rates(device) for device in devices]
     known = [rates for rates in found if rates is not None]
     rates = max(known, key=RATES.index) if len(known) == len(found) else None
     text = " and ".join(_parts(devices)) if provenance == DEFAULTS else f"{provenance}{_stack(devices)}"
-    return Origin(text, rates)
+    return RateOrigin(text, rates)
 
 
 def _devices(nodes: Sequence[NodeSpec], ranks: Collection[int] | None) -> Iterator[DeviceSpec]:
@@ -51,7 +51,7 @@ def _devices(nodes: Sequence[NodeSpec], ranks: Collection[int] | None) -> Iterat
         first = after
 
 
-def _rates(device: DeviceSpec) -> Rates | None:
+def _rates(device: DeviceSpec) -> RateSource | None:
     if device.op_times is not None:
         return "calibrated"
     if _is_cpu(device):

@@ -20,29 +20,28 @@ from pydantic import (
     model_validator,
 )
 
-from cost_models.cluster_fields import (
+from cost_models.devices import DeviceKind
+from cost_models.op_profile import OpTimes
+from cost_models.spec.fields import (
     Bandwidth,
-    Count,
+    CountField,
     Efficiency,
     Flops,
-    Index,
+    IndexField,
     Problem,
     ReservedSize,
     Seconds,
     Section,
-    Size,
-    Text,
+    SizeField,
+    TextField,
+    expand_names,
     expected,
     known_name,
     problems_error,
     short_form,
     whole,
 )
-from cost_models.devices import DeviceKind
-from cost_models.node_names import expand_names
-from cost_models.op_profile import OpTimes
-from cost_models.presets import DEVICES, LINKS, MACHINES
-from cost_models.stacks import STACKS, efficiency_of
+from cost_models.spec.presets import DEVICES, LINKS, MACHINES, STACKS, efficiency_of
 from cost_models.units import BANDWIDTH_EXPECTED, SECONDS_EXPECTED, SIZE_EXPECTED, format_bytes, listed, show
 
 Duplex = Literal["full", "half"]
@@ -86,10 +85,10 @@ class DeviceSpec(Section):
 
     preset: Annotated[str | None, known_name(DEVICES, "a device")] = None
     stack: Annotated[str | None, known_name(STACKS, "a stack")] = None
-    """The software whose speed is assumed of the preset (``cost_models.stacks``)."""
-    name: Text | None = None
+    """The software whose speed is assumed of the preset (``cost_models.spec.presets``)."""
+    name: TextField | None = None
     kind: DeviceKind | None = None
-    memory: Size | None = None
+    memory: SizeField | None = None
     memory_reserved: ReservedSize | None = None
     memory_bandwidth: Bandwidth | None = None
     flops: Flops | None = None
@@ -183,7 +182,7 @@ LinkField = Annotated[LinkSpec, short_form("preset")]
 class PairSpec(LinkSpec):
     """A wire of its own between two devices of a node."""
 
-    between: tuple[Index, Index]
+    between: tuple[IndexField, IndexField]
 
     @field_serializer("between")
     def _as_list(self, between: tuple[int, int]) -> list[int]:
@@ -206,12 +205,12 @@ class NodeSpec(Section):
 
     name: NodeNames | None = None
     preset: Annotated[str | None, known_name(MACHINES, "a machine")] = None
-    host: Text | None = None
-    count: Count | None = None
+    host: TextField | None = None
+    count: CountField | None = None
     device: Annotated[DeviceSpec, short_form("preset")] | None = None
     links: NodeLinksField | None = None
-    host_memory: Size | None = None
-    replicas: Count = 1
+    host_memory: SizeField | None = None
+    replicas: CountField = 1
 
     def resolved(self) -> NodeSpec:
         """Return the section with the preset's keys filled in."""
@@ -331,7 +330,7 @@ class HostSpec(Section):
 class SwitchSpec(Section):
     """A switch. What passes it upwards (or across, at the top) is its members' total / ``oversubscription``."""
 
-    name: Text
+    name: TextField
     members: tuple[NodeNames, ...] = Field(min_length=1)
     oversubscription: float = Field(default=1.0, ge=1.0, le=1e6, allow_inf_nan=False)
     latency: Seconds = 0.0
@@ -344,15 +343,15 @@ class SwitchSpec(Section):
 class GraphLink(LinkSpec):
     """An edge of an explicit link graph between nodes, devices (``node:index``) and switches (any other name)."""
 
-    a: Text
-    b: Text
+    a: TextField
+    b: TextField
 
 
 class NetworkSpec(LinkSpec):
     """``network``: cards of one kind behind switches, or an explicit link graph (``links``). Itself one card's link."""
 
     per: Literal["node", "device"] | None = None
-    cards: Count | None = None
+    cards: CountField | None = None
     switches: tuple[SwitchSpec, ...] = ()
     links: tuple[GraphLink, ...] = ()
 

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from cost_models.cluster_schema import HostSpec, LinkSpec, NodeSpec
 from cost_models.op_profile import OpTimes
+from cost_models.spec.sections import HostSpec, LinkSpec, NodeSpec
 
 
 @dataclass(frozen=True)
