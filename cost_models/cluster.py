@@ -261,11 +261,6 @@ class ClusterSpec(Section):
         return tuple(tuple(group) for group in ranks.values())
 
     @cached_property
-    def host_memory_bytes(self) -> tuple[int | None, ...]:
-        """The main memory of each node in file order, None where the file does not say."""
-        return tuple(entry.resolved().host_memory for entry in self.nodes for _ in entry.names())
-
-    @cached_property
     def _topology(self) -> Topology:
         wirings = []
         first_rank = 0

@@ -15,7 +15,7 @@ from passes.lower.crossing import Crossings
 from passes.lower.segment import Segmentation
 from passes.lower.step import transfer_seconds
 from passes.shard.words import FeaturePlacement
-from runtime.program.order import build_programs
+from runtime.program.order import build_group_programs
 from runtime.program.program import Program, Segment, SegmentCost, SegmentGraph
 from runtime.schedules import inference_order
 
@@ -52,7 +52,7 @@ def inference_programs(
         return tuple(Program(rank, ()) for rank in range(segments.world_size))
     seconds = transfer_seconds(cluster)
     orders = inference_order(segments, microbatches, seconds)
-    return build_programs(
+    return build_group_programs(
         segments,
         orders,
         microbatches,
@@ -60,4 +60,4 @@ def inference_programs(
         training=False,
         optimizer=False,
         one_queue=one_queue,
-    )
+    ).all()

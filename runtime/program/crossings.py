@@ -10,9 +10,12 @@ in pieces, which its ``Value`` lists (``runtime.mesh.cross_mesh`` cuts them).
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 from runtime.program.program import PieceBytes, SegmentGraph, Value
+
+BundleKey: TypeAlias = tuple[str, bool, int, int]
+"""(value, gradient or not, first rank of the group that sends, first rank of the one that receives)."""
 
 
 class GroupCrossing(NamedTuple):
@@ -35,6 +38,19 @@ def crossings(graph: SegmentGraph, value: Value) -> Iterator[GroupCrossing]:
             continue
         there, back = pieces_between(value, home, away)
         yield GroupCrossing(away, consumers, there, back if value.needs_grad else ())
+
+
+def bundles_of_pieces(graph: SegmentGraph) -> Iterator[tuple[BundleKey, tuple[PieceBytes, ...]]]:
+    """Yield the pieces that go from group to group at once, by (target, source), of every value and gradient."""
+    for value in graph.values:
+        home = graph.segments[value.producer].rank
+        for (away, *_), _, there, back in crossings(graph, value):
+            for key, pieces in (
+                ((value.name, False, home, away), there),
+                ((value.name, True, away, home), back),
+            ):
+                if pieces:
+                    yield key, tuple(sorted(pieces, key=lambda piece: (piece.target, piece.source)))
 
 
 def pieces_between(

@@ -20,7 +20,7 @@ from collections import defaultdict
 from dataclasses import dataclass
 from functools import cached_property
 
-from runtime.program.crossings import crossings
+from runtime.program.crossings import bundles_of_pieces
 from runtime.program.program import (
     Instruction,
     Program,
@@ -74,14 +74,8 @@ class GroupPrograms:
     def _peers(self) -> defaultdict[int, dict[tuple[str, bool, int], list[int]]]:
         """The ranks that each rank exchanges pieces with, by value, gradient or not, and leader of the other group."""
         found: defaultdict[int, dict[tuple[str, bool, int], list[int]]] = defaultdict(dict)
-        for value in self.graph.values:
-            home = self.graph.segments[value.producer].rank
-            for (away, *_), _, there, back in crossings(self.graph, value):
-                for pieces, gradient, sender, receiver in (
-                    (there, False, home, away),
-                    (back, True, away, home),
-                ):
-                    for source, target, _ in sorted(pieces, key=lambda piece: (piece.target, piece.source)):
-                        found[source].setdefault((value.name, gradient, receiver), []).append(target)
-                        found[target].setdefault((value.name, gradient, sender), []).append(source)
+        for (value, gradient, sender, receiver), pieces in bundles_of_pieces(self.graph):
+            for source, target, _ in pieces:
+                found[source].setdefault((value, gradient, receiver), []).append(target)
+                found[target].setdefault((value, gradient, sender), []).append(source)
         return found

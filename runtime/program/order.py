@@ -100,30 +100,6 @@ class _Planned(NamedTuple):
     """Bytes of it that one rank receives, at most."""
 
 
-def build_programs(
-    graph: SegmentGraph,
-    orders: ComputeOrder,
-    microbatches: int,
-    *,
-    transfer_seconds: TransferSeconds,
-    tied: Sequence[TiedGroup] = (),
-    optimizer: bool = True,
-    training: bool = True,
-    one_queue: bool = False,
-) -> tuple[Program, ...]:
-    """Return one program per rank of the world, made from those of the groups; ranks without segments get an empty one."""
-    return build_group_programs(
-        graph,
-        orders,
-        microbatches,
-        transfer_seconds=transfer_seconds,
-        tied=tied,
-        optimizer=optimizer,
-        training=training,
-        one_queue=one_queue,
-    ).all()
-
-
 @collector_paused()
 def build_group_programs(
     graph: SegmentGraph,

@@ -10,19 +10,14 @@ that share a link share it by what each of them loads it with.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache, cached_property
-from typing import TypeAlias
 
 from cost_models.links import Path, fair_rates
-from runtime.program.crossings import crossings
+from runtime.program.crossings import BundleKey, bundles_of_pieces
 from runtime.program.program import PieceBytes, SegmentGraph
 from runtime.simulate.fair_share import Links
 from runtime.simulate.flows import crowd
-
-BundleKey: TypeAlias = tuple[str, bool, int, int]
-"""(value, gradient or not, first rank of the group that sends, first rank of the one that receives)."""
 
 
 @dataclass(frozen=True)
@@ -69,17 +64,4 @@ def bundles_of(graph: SegmentGraph, links: Links) -> dict[BundleKey, Bundle]:
         size_bytes = pieces[slowest].size_bytes if known[ends][slowest] == alone else moving * alone
         return Bundle(pieces, path, size_bytes, crowd(path, paths))
 
-    return {key: bundle(pieces) for key, pieces in _pieces(graph)}
-
-
-def _pieces(graph: SegmentGraph) -> Iterator[tuple[BundleKey, tuple[PieceBytes, ...]]]:
-    """Yield the pieces of every bundle, by (target, source)."""
-    for value in graph.values:
-        home = graph.segments[value.producer].rank
-        for (away, *_), _, there, back in crossings(graph, value):
-            for key, pieces in (
-                ((value.name, False, home, away), there),
-                ((value.name, True, away, home), back),
-            ):
-                if pieces:
-                    yield key, tuple(sorted(pieces, key=lambda piece: (piece.target, piece.source)))
+    return {key: bundle(pieces) for key, pieces in bundles_of_pieces(graph)}

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from cost_models.links import Path
+from runtime.program.crossings import BundleKey
 from runtime.program.early import early_sums
 from runtime.program.program import (
     Backward,
@@ -21,7 +22,7 @@ from runtime.program.program import (
     Send,
 )
 from runtime.program.timing import NODE_PLANE, compute_seconds
-from runtime.simulate.bundles import Bundle, BundleKey
+from runtime.simulate.bundles import Bundle
 from runtime.simulate.fair_share import Links
 from runtime.simulate.flows import Flow, Load, loads_of, ring_path, sum_flow
 

@@ -20,6 +20,7 @@ from functools import cached_property
 from typing import NamedTuple, overload
 
 from runtime.collector import collector_paused
+from runtime.program.crossings import BundleKey
 from runtime.program.groups import on_leaders
 from runtime.program.members import GroupPrograms
 from runtime.program.program import (
@@ -34,7 +35,7 @@ from runtime.program.program import (
     SegmentGraph,
     Send,
 )
-from runtime.simulate.bundles import Bundle, BundleKey, bundles_of
+from runtime.simulate.bundles import Bundle, bundles_of
 from runtime.simulate.event_loop import EventLoop
 from runtime.simulate.fair_share import Links
 from runtime.simulate.flatten import FlatPrograms, Overheads, SumReady, count_microbatches

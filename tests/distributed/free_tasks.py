@@ -17,11 +17,11 @@ from passes.graph.recomputed import recomputed_ops
 from passes.lower.lower import lower
 from passes.lower.segment import by_reach
 from runtime.check.check import check
-from runtime.program.order import build_programs
 from runtime.ranks.groups import TAG_BASE
 from runtime.schedules import SCHEDULES
 from runtime.segment.microbatch import microbatch_sizes
 from tests.support.random_graphs import RandomModel
+from tests.support.rank_programs import build_programs
 from tests.unit.passes.lower.test_segment import summary
 
 

@@ -19,7 +19,6 @@ import sympy
 import torch
 from torch import Tensor, fx
 
-from runtime.program.order import build_programs
 from runtime.program.program import (
     Backward,
     BackwardInput,
@@ -35,6 +34,7 @@ from runtime.program.program import (
 )
 from runtime.schedules import SCHEDULES
 from runtime.segment.code import BatchSpec, SegmentCode, SegmentInput, SegmentOutput, TensorSpec
+from tests.support.rank_programs import build_programs
 
 aten = torch.ops.aten
 B = sympy.Symbol("b", positive=True, integer=True)

@@ -16,7 +16,6 @@ from cost_models.errors import UsageError
 from runtime.check.check import check
 from runtime.execute.context import RankProgram
 from runtime.execute.execute import Executor
-from runtime.program.order import build_programs
 from runtime.program.program import (
     Backward,
     Forward,
@@ -34,6 +33,7 @@ from runtime.segment.code import BatchSpec, SegmentCode, SegmentInput, SegmentOu
 from runtime.segment.microbatch import Microbatches
 from tests.distributed import hand_model as hand
 from tests.support.matrix import thinned
+from tests.support.rank_programs import build_programs
 
 aten = torch.ops.aten
 

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from passes.shard.shard import ShardedGraph
 from passes.shard.state import gradient_sums
-from runtime.program.order import build_programs
 from runtime.program.program import Backward, Compute, Forward, Program, Segment, SegmentCost, SegmentGraph
+from tests.support.rank_programs import build_programs
 
 
 def sharded_programs(

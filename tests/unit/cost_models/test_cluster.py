@@ -33,7 +33,7 @@ def test_rank_r_is_the_rth_device_in_file_order() -> None:
     assert [d.host for d in cluster.devices] == [None, None, "10.0.0.5", "10.0.0.6", None, None]
     assert [d.model for d in cluster.devices] == ["A100-80GB"] * 2 + ["V100-32GB"] * 4
     assert cluster.ranks_per_node == ((0, 1), (2,), (3,), (4,), (5,))
-    assert cluster.host_memory_bytes == (2**40, None, None, None, None)
+    assert cluster.nodes[0].resolved().host_memory == 2**40
     assert cluster.devices[3].memory_bytes - cluster.devices[4].memory_bytes == 2**30
 
 

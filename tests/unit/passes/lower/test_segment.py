@@ -15,11 +15,11 @@ from passes.lower.lower import crossing_values
 from passes.lower.segment import Segmentation, by_reach, by_stage, merge, segment_edges
 from passes.lower.summarize import tied_groups
 from runtime.check.check import check
-from runtime.program.order import build_programs
 from runtime.program.program import Segment, SegmentCost, SegmentGraph, TiedGroup, Value
 from runtime.schedules import SCHEDULES
 from tests.support.matrix import drawn
 from tests.support.random_graphs import RandomModel, random_model, random_placement
+from tests.support.rank_programs import build_programs
 from tests.support.simulate_ranks import simulate_ranks
 
 

@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 
 from cost_models.errors import DeadlockError, InternalError
 from runtime.check.check import RULES, check
-from runtime.program.order import build_programs
 from runtime.program.program import (
     Backward,
     BackwardWeight,
@@ -35,6 +34,7 @@ from runtime.program.program import (
 from runtime.schedules import SCHEDULES
 from tests.support.matrix import drawn
 from tests.support.random_dags import Case, cases
+from tests.support.rank_programs import build_programs
 from tests.support.work import calls
 from tests.unit.runtime.schedules.helpers import chain, gpipe, no_time, one_f_one_b, split_backward
 

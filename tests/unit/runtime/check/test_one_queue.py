@@ -9,7 +9,7 @@ import pytest
 from cost_models.errors import DeadlockError
 from runtime.check.check import check
 from runtime.check.deadlock import QueueRule, _wait_graph
-from runtime.program.order import build_group_programs, build_programs
+from runtime.program.order import build_group_programs
 from runtime.program.program import (
     Backward,
     Forward,
@@ -31,6 +31,7 @@ from runtime.program.program import (
 )
 from runtime.program.timing import time_orders
 from runtime.schedules import SCHEDULES
+from tests.support.rank_programs import build_programs
 from tests.support.simulate_ranks import simulate_ranks
 from tests.support.uniform_links import UniformLinks
 from tests.unit.runtime.program.test_between_groups import pipeline

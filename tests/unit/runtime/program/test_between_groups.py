@@ -13,7 +13,6 @@ from cost_models.layout import Layout, Mesh, Replicate, Shard
 from runtime.check.check import check
 from runtime.mesh.cross_mesh import pieces
 from runtime.program import timing
-from runtime.program.order import build_programs
 from runtime.program.program import (
     Backward,
     Forward,
@@ -30,6 +29,7 @@ from runtime.program.program import (
 from runtime.program.relabel import RankMap, relabelled_programs, relabelled_segments
 from runtime.program.timing import quick_makespan
 from runtime.schedules import SCHEDULES
+from tests.support.rank_programs import build_programs
 from tests.support.simulate_ranks import simulate_ranks
 from tests.support.uniform_links import UniformLinks
 from tests.unit.runtime.schedules.helpers import no_time

@@ -11,7 +11,7 @@ import pytest
 from cost_models.errors import DeadlockError, InternalError
 from runtime.check.check import check
 from runtime.program.groups import on_leaders
-from runtime.program.order import build_group_programs, build_programs
+from runtime.program.order import build_group_programs
 from runtime.program.program import (
     Backward,
     Compute,
@@ -30,6 +30,7 @@ from runtime.program.program import (
 )
 from runtime.program.timing import quick_makespan
 from runtime.schedules import SCHEDULES
+from tests.support.rank_programs import build_programs
 from tests.support.simulate_ranks import simulate_ranks
 from tests.support.uniform_links import UniformLinks
 from tests.unit.runtime.schedules.helpers import COST, no_time

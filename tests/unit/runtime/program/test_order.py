@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 
 from cost_models.errors import DeadlockError, InternalError
-from runtime.program.order import EARLY_BYTES, build_programs
+from runtime.program.order import EARLY_BYTES
 from runtime.program.program import (
     Backward,
     Compute,
@@ -31,6 +31,7 @@ from runtime.program.timing import quick_makespan, time_orders
 from runtime.schedules import SCHEDULES
 from tests.support.matrix import drawn
 from tests.support.random_dags import Case, cases
+from tests.support.rank_programs import build_programs
 from tests.support.work import calls
 from tests.unit.runtime.schedules.helpers import COST, chain, gpipe, no_time, one_f_one_b, split_backward
 

@@ -9,10 +9,10 @@ import pytest
 
 from cost_models.errors import InternalError
 from runtime.check.check import check
-from runtime.program.order import build_programs
 from runtime.program.program import Program, Segment, SegmentCost, SegmentGraph, Send, TiedGroup, Value
 from runtime.program.relabel import RankMap, relabelled_programs, relabelled_segments
 from runtime.schedules import SCHEDULES
+from tests.support.rank_programs import build_programs
 
 COST = SegmentCost(1.0, 1.0, 1.0)
 TIED: list[TiedGroup] = [TiedGroup(("wte",), (0, 3))]

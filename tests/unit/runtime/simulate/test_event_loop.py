@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from runtime.program.order import build_programs
 from runtime.simulate.event_loop import EventLoop
 from tests.support.matrix import drawn
 from tests.support.random_dags import Case, cases
+from tests.support.rank_programs import build_programs
 from tests.support.simulate_ranks import simulate_ranks
 from tests.support.uniform_links import UniformLinks
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 
 from cost_models.links import Link, Path, fair_rates
-from runtime.program.order import build_programs
 from runtime.program.program import (
     Collective,
     Forward,
@@ -17,6 +16,7 @@ from runtime.program.program import (
     Value,
 )
 from runtime.simulate.simulation import Simulation
+from tests.support.rank_programs import build_programs
 from tests.support.simulate_ranks import simulate_ranks
 from tests.unit.runtime.schedules.helpers import no_time
 

@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 from cost_models.errors import DeadlockError, InternalError
 from cost_models.links import Link, Path
 from runtime.check.check import check
-from runtime.program.order import build_programs
 from runtime.program.program import (
     Backward,
     BackwardInput,
@@ -42,6 +41,7 @@ from runtime.simulate.flatten import Overheads
 from runtime.simulate.simulation import Simulation
 from tests.support.matrix import drawn
 from tests.support.random_dags import Case, cases
+from tests.support.rank_programs import build_programs
 from tests.support.simulate_ranks import simulate_ranks
 from tests.support.uniform_links import UniformLinks
 from tests.support.work import calls

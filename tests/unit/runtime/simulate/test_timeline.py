@@ -6,11 +6,11 @@ from dataclasses import replace
 
 import pytest
 
-from runtime.program.order import build_programs
 from runtime.program.program import Backward, ComputeOrder, Forward, SegmentGraph, TiedGroup
 from runtime.schedules import SCHEDULES
 from runtime.simulate.simulation import Simulation
 from runtime.simulate.timeline import render, render_within
+from tests.support.rank_programs import build_programs
 from tests.support.simulate_ranks import simulate_ranks
 from tests.support.uniform_links import UniformLinks
 from tests.unit.runtime.schedules.helpers import chain, no_time, one_f_one_b, split_backward

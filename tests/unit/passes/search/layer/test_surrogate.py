@@ -21,9 +21,9 @@ from passes.search.layer.problem import (
     evaluate,
 )
 from passes.search.touches import Crossing
-from runtime.program.order import build_programs
 from runtime.program.program import Segment, SegmentCost, SegmentGraph, Value
 from runtime.schedules import SCHEDULES
+from tests.support.rank_programs import build_programs
 from tests.support.simulate_ranks import simulate_ranks
 
 MICROBATCHES = 256
