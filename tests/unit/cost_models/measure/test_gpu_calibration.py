@@ -452,6 +452,16 @@ def test_a_wrong_file_is_refused(tmp_path: Path, text: str, reason: str) -> None
     assert reason in str(caught.value)
 
 
+def test_a_gpus_file_of_the_first_format_is_read(tmp_path: Path) -> None:
+    data = json.loads(corrupted(kind="gpu calibration", format=1))
+    del data["workers"], data["machine"]["kind"]
+    path = tmp_path / "gpu.json"
+    path.write_text(json.dumps(data))
+    assert Calibration.load(path, "cuda") == Calibration(machine=machine(), date="2026-01-01")
+    with pytest.raises(UsageError, match="it is one of a GPU, which cannot stand for CPU workers"):
+        Calibration.load(path, "cpu")
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [

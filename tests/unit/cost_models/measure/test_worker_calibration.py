@@ -6,6 +6,7 @@ import json
 import logging
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ from cost_models.cluster import ClusterSpec
 from cost_models.compute import optimizer_seconds
 from cost_models.conversion import group_links
 from cost_models.errors import UsageError
+from cost_models.measure import run
 from cost_models.measure.calibration import Calibration, Machine, Measurement, PhaseTiming
 from cost_models.measure.cases import OpCase, worker_cases
 from cost_models.measure.fit import STANDS_FOR_ALL, fit_curve, fit_line, worker_rates
@@ -24,6 +26,7 @@ from cost_models.measure.shown import render_calibration
 from cost_models.measure.stored import VARIABLE, cache_path, stored_calibration
 from cost_models.memory import StateBytes
 from cost_models.op_profile import ARITHMETIC, CostCurve, CostLine, OpTimes, Phase, kind_of, op_phase_seconds
+from passes.costs.cases import count_case
 
 
 def array(*values: float) -> np.ndarray:
@@ -266,6 +269,44 @@ def test_cases_have_names_of_their_own_and_cover_the_kinds_with_lines() -> None:
     assert len(set(names)) == len(names)
     assert [case.name for case in worker_cases()] == names, "the same in every process"
     assert kinds >= {*ARITHMETIC, STANDS_FOR_ALL, "view"}
+
+
+def test_workers_measurements_become_a_calibration(monkeypatch: pytest.MonkeyPatch) -> None:
+    chosen = [case for case in worker_cases() if case.kind in ("mul", "view")]
+    # Of each worker one call that pays for loading, then three turns; the second worker is twice as slow.
+    spent = (
+        turn * worker
+        for worker in (1.0, 2.0)
+        for turn in (9e-6, *(s for s in (4e-6, 2e-6, 3e-6) for _ in chosen))
+    )
+
+    def in_this_process(world: int, kind: str, backend: str, _: float, function: Any, *arguments: Any) -> Any:
+        assert (kind, backend) == ("cpu", "gloo")
+        return [function(rank, 1, *arguments) for rank in range(world)]
+
+    monkeypatch.setattr(run, "run_ranks", in_this_process)
+    monkeypatch.setattr(run, "worker_cases", lambda: chosen)
+    monkeypatch.setattr(run, "time_case", lambda _: CaseSeconds(next(spent), 1e-6, 0.0))
+    monkeypatch.setattr(run, "product_seconds", lambda _: 1e-3)
+    monkeypatch.setattr(run, "copy_seconds", lambda: 1e-2)
+    monkeypatch.setattr(run.dist, "barrier", lambda: None)
+    whole = run.calibrate_workers(2, count_case)
+    assert Calibration.from_dict(json.loads(whole.model_dump_json())) == whole
+    assert whole.workers == 2
+    rates = worker_rates(whole)
+    assert rates.flops_per_second is not None
+    assert rates.flops_per_second == pytest.approx(
+        dict.fromkeys(("float32", "float64", "bfloat16", "float16"), 2 * 512**3 / 1e-3)
+    )
+    assert rates.memory_bandwidth_bytes_per_second == pytest.approx(2 * 2**25 / 1e-2)
+    assert rates.op_times is not None
+    seconds = whole.records[chosen[0].name].parts["forward"].seconds
+    assert seconds == pytest.approx(3e-6), "the least of three turns, the mean of two workers"
+    assert rates.op_times.get("optimizer adam", "forward") is not None
+    assert rates.host_costs is not None
+    assert rates.host_costs.compute_overhead > 0.0
+    with pytest.raises(UsageError, match="expected 1 to 64"):
+        run.calibrate_workers(65, count_case)
 
 
 # ------------------------------------------------------------------------------------------------ files
