@@ -35,6 +35,7 @@ import itertools
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from typing import TypeAlias
 
 from cost_models.errors import DeadlockError, InternalError
 from cost_models.units import counted
@@ -42,7 +43,7 @@ from runtime.check.check import RULES, Proof, rule_texts
 from runtime.check.facts import Fault, ProgramFacts
 from runtime.check.sums import tied_summed
 from runtime.collector import collector_paused
-from runtime.program.crossings import BundleKey, bundles_of_pieces
+from runtime.program.crossings import crossings
 from runtime.program.groups import on_leaders, refuse_impossible_groups
 from runtime.program.program import (
     Collective,
@@ -57,6 +58,9 @@ from runtime.program.program import (
     TiedGroup,
     pair_queue,
 )
+
+_BundleEnds: TypeAlias = tuple[str, bool, int, int]
+"""(value, gradient or not, first rank of the group that sends, first rank of the one that receives)."""
 
 
 @collector_paused()
@@ -130,22 +134,31 @@ def _still_shared(leaders: Segment, ranks: Segment) -> Segment:
     return replace(leaders, collectives=inside)
 
 
-def _bundle(message: Message) -> BundleKey:
+def _bundle(message: Message) -> _BundleEnds:
     return message.value, message.gradient, message.source, message.target
 
 
-def _bundles(graph: SegmentGraph) -> dict[BundleKey, list[tuple[int, int]]]:
+def _bundles(graph: SegmentGraph) -> dict[_BundleEnds, list[tuple[int, int]]]:
     """Return the (target, source) of the pieces of each bundle of a micro-batch, in order."""
-    return {
-        key: [(piece.target, piece.source) for piece in pieces] for key, pieces in bundles_of_pieces(graph)
-    }
+    found: dict[_BundleEnds, list[tuple[int, int]]] = {}
+    for value in graph.values:
+        home = graph.segments[value.producer].rank
+        for crossing in crossings(graph, value):
+            away = crossing.ranks[0]
+            for pieces, key in (
+                (crossing.there, (value.name, False, home, away)),
+                (crossing.back, (value.name, True, away, home)),
+            ):
+                if pieces:
+                    found[key] = sorted((piece.target, piece.source) for piece in pieces)
+    return found
 
 
 def _peers(
-    bundles: Mapping[BundleKey, Sequence[tuple[int, int]]],
-) -> dict[tuple[BundleKey, int], list[int]]:
+    bundles: Mapping[_BundleEnds, Sequence[tuple[int, int]]],
+) -> dict[tuple[_BundleEnds, int], list[int]]:
     """Return the ranks with which a rank exchanges its pieces of a bundle, in order."""
-    found: dict[tuple[BundleKey, int], list[int]] = {}
+    found: dict[tuple[_BundleEnds, int], list[int]] = {}
     for bundle, pieces in bundles.items():
         for target, source in pieces:
             found.setdefault((bundle, source), []).append(target)
@@ -153,7 +166,7 @@ def _peers(
     return found
 
 
-def _pieces_once(bundles: Mapping[BundleKey, Sequence[tuple[int, int]]]) -> Iterator[Fault]:
+def _pieces_once(bundles: Mapping[_BundleEnds, Sequence[tuple[int, int]]]) -> Iterator[Fault]:
     """Find pieces that a value lists twice: which send is which receive's would be undefined."""
     for (value, gradient, _, _), pieces in bundles.items():
         for (target, source), (again, other) in itertools.pairwise(pieces):
@@ -191,7 +204,7 @@ def _by_rank(facts: ProgramFacts, leader_of: Sequence[int]) -> ProgramFacts:
 
 
 def _follows(
-    program: Program, group: Program, rank: int, peers: Mapping[tuple[BundleKey, int], Sequence[int]]
+    program: Program, group: Program, rank: int, peers: Mapping[tuple[_BundleEnds, int], Sequence[int]]
 ) -> Iterator[Fault]:
     """Find the first instruction of a rank that is not its part of its group's program."""
     if program.rank != rank:
@@ -221,7 +234,7 @@ def _follows(
 def _instructions(
     programs: Sequence[Program],
     leader_of: Sequence[int],
-    bundles: Mapping[BundleKey, Sequence[tuple[int, int]]],
+    bundles: Mapping[_BundleEnds, Sequence[tuple[int, int]]],
 ) -> int:
     """Count the instructions of all ranks."""
     members = Counter(leader_of)
