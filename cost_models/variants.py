@@ -5,6 +5,7 @@ ranks 4 5 6 of   old 0 1 2 3 · new 4 5 6        ─►        new 0 1 2, whose 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 
@@ -99,19 +100,20 @@ class _Wiring:
 def part_of(cluster: ClusterSpec, ranks: Sequence[int]) -> ClusterSpec:
     """Return the cluster of ``ranks``, which rise. Costs of anything on it are those on the whole."""
     used = [cluster.devices[rank] for rank in ranks]
-    numbers = {node: number for number, node in enumerate(dict.fromkeys(device.node for device in used))}
+    counts = Counter(device.node for device in used)
+    numbers = {node: number for number, node in enumerate(counts)}
+    firsts = {device.node: device for device in reversed(used)}
     entries = [entry for entry in cluster.nodes for _ in entry.names()]
     nodes = tuple(
         entries[node].model_copy(
             update={
-                "name": first.node_name,
-                "host": first.host,
-                "count": sum(device.node == node for device in used),
+                "name": firsts[node].node_name,
+                "host": firsts[node].host,
+                "count": count,
                 "replicas": 1,
             }
         )
-        for node in numbers
-        for first in [next(device for device in used if device.node == node)]
+        for node, count in counts.items()
     )
     part = cluster.model_construct(
         cluster.model_fields_set,

@@ -8,8 +8,7 @@ A search keeps them for all that it simulates.
 from __future__ import annotations
 
 import itertools
-import math
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterator
 from dataclasses import dataclass, field, replace
 
 from cost_models.cluster import ClusterSpec
@@ -22,10 +21,10 @@ from passes.lower.alike import StageNames, stage_key
 from passes.lower.candidate import Candidate
 from passes.lower.job import Job
 from passes.lower.on_mesh import OnMesh, cost_on_mesh
-from passes.lower.placed_graph import meshes_of
+from passes.lower.placed_graph import common_unit, meshes_of
 from passes.lower.segment import Segmentation
 from passes.lower.summarize import shared_state
-from passes.shard.shard import ShardedGraph, shard_graph
+from passes.shard.shard import ShardedGraph, samples_multiple, shard_graph
 from passes.shard.words import FeaturePlacement
 from runtime.mesh.ranks_along import all_ranks_along
 from runtime.schedules import SCHEDULES
@@ -69,7 +68,9 @@ class MeshStages:
         if not candidate.shardings:
             return {}
         stages = list(self._stages(candidate, segmentation))
-        unit = self._unit(stages)
+        unit = common_unit(
+            self.graph.batch.multiple, lambda unit: {self._multiple(stage, unit) for stage in stages}
+        )
         size = self.job.batch_size // candidate.microbatches
         deferring = SCHEDULES[candidate.schedule].splits_backward
         found = {}
@@ -91,22 +92,13 @@ class MeshStages:
             around = (*self._computers(placement.mesh), *self._links(placement.mesh))
             yield _Stage(index, ops, copied, placement, shared, key, names, regions, around)
 
-    def _unit(self, stages: Sequence[_Stage]) -> int:
-        """Return the samples of which all stages are to have multiples: the least that serves every one."""
-        unit = 1
-        while True:
-            multiples = {self._multiple(stage, unit) for stage in stages}
-            needed = math.lcm(self.graph.batch.multiple, *multiples)
-            if multiples == {needed}:
-                return unit
-            unit = needed
-
     def _multiple(self, stage: _Stage, unit: int) -> int:
         """Return the samples that a stage has multiples of, sharded for multiples of ``unit``."""
-        if (stage.key, unit) not in self._multiples:
-            sharded, _ = self._on_shards(stage, unit)
-            self._multiples[stage.key, unit] = sharded.graph.batch.multiple
-        return self._multiples[stage.key, unit]
+        key = (stage.key, unit)
+        if key not in self._multiples:
+            part = part_of(self.graph, stage.ops, stage.copied)
+            self._multiples[key] = samples_multiple(part, stage.placement, unit, stage.shared)
+        return self._multiples[key]
 
     def _on_shards(self, stage: _Stage, unit: int) -> tuple[ShardedGraph, StageNames]:
         """Return the graph on shards of a stage, or of an equal one, with the names of that."""

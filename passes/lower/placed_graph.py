@@ -7,7 +7,7 @@ segment on a mesh       its ops on shards, with bridges        lowered from a gr
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Set
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -20,7 +20,7 @@ from passes.lower.lower import lower
 from passes.lower.segment import Segmentation
 from passes.lower.summarize import ops_by_segment, shared_state
 from passes.shard.regions import regions_on_shards
-from passes.shard.shard import ShardedGraph, shard_graph
+from passes.shard.shard import ShardedGraph, samples_multiple, shard_graph
 from passes.shard.state import shardings
 from passes.shard.words import FeaturePlacement
 from runtime.mesh.sharding import Sharding
@@ -108,15 +108,32 @@ def on_meshes(
     if not placements:
         return PlacedGraph(graph, segmentation)
     shared = shared_state(graph, segmentation)
-    sharded = {
-        index: shard_graph(part_of(graph, ops, segmentation.recomputed), placement, unit, shared)
+    parts = {
+        index: (part_of(graph, ops, segmentation.recomputed), placement)
         for index, ops, placement in meshes_of(graph, segmentation, placements)
     }
+    unit = common_unit(
+        graph.batch.multiple,
+        lambda unit: {samples_multiple(*part, unit, shared) for part in parts.values()},
+        unit,
+    )
+    sharded = {index: shard_graph(*part, unit, shared) for index, part in parts.items()}
     known = {index: own.placement for index, own in sharded.items()}
-    placed = PlacedGraph(graph, segmentation, sharded, {**placements, **known})
-    if any(own.graph.batch.multiple != placed.multiple for own in sharded.values()):
-        return on_meshes(graph, segmentation, placements, placed.multiple)
-    return placed
+    return PlacedGraph(graph, segmentation, sharded, {**placements, **known})
+
+
+def common_unit(multiple: int, multiples_for: Callable[[int], Set[int]], unit: int = 1) -> int:
+    """Return the least multiple of ``unit`` samples with which all parts of a model count alike.
+
+    multiple        samples that every micro-batch has multiples of anyway
+    multiples_for   unit -> the samples that the parts have multiples of, each sharded for multiples of the unit
+    """
+    while True:
+        multiples = multiples_for(unit)
+        needed = math.lcm(multiple, *multiples)
+        if multiples == {needed}:
+            return unit
+        unit = needed
 
 
 def meshes_of(

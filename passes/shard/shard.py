@@ -58,7 +58,6 @@ from passes.shard.words import (
 )
 from runtime.segment.recompute import writes_statistics
 
-aten = torch.ops.aten
 Needs = tuple[Need, ...]
 
 
@@ -87,6 +86,13 @@ def shard_graph(
     ``shared``: parameters and buffers that other parts of the model read too. Every rank makes a part of their gradients.
     """
     return _Sharder(graph, placement, multiple, shared).run()
+
+
+def samples_multiple(
+    graph: OpGraph, placement: FeaturePlacement, multiple: int = 1, shared: frozenset[str] = frozenset()
+) -> int:
+    """Return ``batch.multiple`` of what ``shard_graph`` makes of the same, without making it."""
+    return _Sharder(graph, placement, multiple, shared).sizes.unit
 
 
 class _Sharder:
@@ -146,9 +152,7 @@ class _Sharder:
         syncs = gradient_syncs(self.old, own, self.stored, self.placement, self.mesh)
         return ShardedGraph(local, self.placement, syncs, self.shared)
 
-    # ------------------------------------------------------------------------------------------------------
-    # Layouts
-
+    # Layouts:
     def stored(self, name: str) -> Placements:
         """Return how a parameter or buffer is kept."""
         return self.placement.stored.get(name, self.whole)
@@ -220,9 +224,7 @@ class _Sharder:
         shape = self.sizes.local(torch.empty(spec.shape, device="meta"), self.stored(name))
         return tuple(int(size) for size in shape)
 
-    # ------------------------------------------------------------------------------------------------------
-    # Nodes
-
+    # Nodes:
     def _placeholder(self, node: fx.Node) -> None:
         copy = self.new.placeholder(node.name)
         copy.meta = dict(node.meta)
@@ -258,7 +260,7 @@ class _Sharder:
         """Compute the symbol's number from a leaf that has it several times."""
         with self.new.inserting_before(self.anchor):
             before = self.anchor.prev
-            size = self.new.call_function(aten.sym_size.int, (leaf, dim))
+            size = self.new.call_function(torch.ops.aten.sym_size.int, (leaf, dim))
             proxy = operator.floordiv(fx.Proxy(size, self.builder.tracer), count)
             self.builder.give_values(before, like)
         self.builder.symbols[self.old.batch.batch_symbol] = proxy
@@ -352,9 +354,7 @@ class _Sharder:
                     ],
                 )
 
-    # ------------------------------------------------------------------------------------------------------
-    # Bridges
-
+    # Bridges:
     def _bridge(self, source: fx.Node, needs: Needs) -> fx.Node:
         """Convert ``source`` to what a consumer needs."""
         (layout,) = self.layouts[source.name]

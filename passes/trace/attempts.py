@@ -191,6 +191,7 @@ def _export(subject: Subject, guess: BatchDims) -> Exported:
     module = ModelWithLoss(subject.model, batch, loss_fn, subject.training, subject.precision)
     fake_mode = export_fake_mode()
     symbolic = _open_dims(subject, guess)
+    held = HeldParameters(subject.model)  # looks for the parameters before others stand in for them
     try:
         # Gradients on: inside no_grad the whole model would be traced as frozen.
         with (
@@ -198,8 +199,8 @@ def _export(subject: Subject, guess: BatchDims) -> Exported:
             torch.enable_grad(),
             torch_quiet(),
             distributions_unchecked(),
-            HeldParameters(subject.model),
             state_as_traced(subject.model, fake_mode, subject.precision) as attributes,
+            held,
             subject.crossing.active(),
             watch_growth(subject.model_name),
             watch_fixed(subject.model, fake_mode) as fixing,

@@ -40,12 +40,14 @@ class HeldParameters(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        options = {name: self._current(value) for name, value in (kwargs or {}).items()}
+        current = [self._current(argument) for argument in args]
         if func == _SET_DATA:
-            return _written(*(self._current(argument) for argument in args))
+            return _written(*current)
         if func == _GET_DATA:
             func = Tensor.detach  # the same memory; read as it is, it would be a constant of the graph
-        return func(*(self._current(argument) for argument in args), **options)
+        if not kwargs:  # most calls ask a tensor's sizes, and a trace makes tens of thousands of them
+            return func(*current)
+        return func(*current, **{name: self._current(value) for name, value in kwargs.items()})
 
     def _current(self, value: Any) -> Any:
         if type(value) in (list, tuple):

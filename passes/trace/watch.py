@@ -92,6 +92,9 @@ def state_as_traced(
         if key is None:
             return twin
         if key not in storages:
+            if tensor.is_contiguous() and tensor.nbytes == tensor.untyped_storage().nbytes():
+                storages[key] = twin
+                return twin
             elements = tensor.untyped_storage().nbytes() // tensor.itemsize
             with fake_mode:
                 storages[key] = torch.empty(elements, dtype=tensor.dtype, device="cpu")
