@@ -40,7 +40,7 @@ from passes.search.judge import Judge
 from passes.search.layer.request import LayerRequest
 from passes.search.outcome import Outcome
 from passes.search.request import Request
-from passes.search.strategies import STRATEGIES
+from passes.search.strategies import search
 
 INSTANCES_PER_MODEL = 20
 """Clusters and batches that a traced model is planned for."""
@@ -75,7 +75,7 @@ def check_instance(seed: int, number: int, tally: Tally, seconds: float = 0.2) -
         judge = Judge(graph, costs, cluster, job)
         where = f"instance {number}, {request.strategy}, {cluster_name}, batch {batch}: {request}"
         try:
-            outcome = STRATEGIES[request.strategy].place(graph, costs, cluster, request, judge)
+            outcome = search(graph, costs, cluster, request, judge)
             found = bounded(outcome, judge)
         except InfeasibleError:
             tally.refused += 1

@@ -20,7 +20,6 @@ from importlib import import_module
 import cyclopts
 
 from cost_models.errors import PartitionerError, UsageError
-from partitioner.commands import plan_graph
 from partitioner.commands.options import discard_stdout, progress, report
 from partitioner.doctor.findings import version_text
 from partitioner.unforeseen import internal_error
@@ -58,6 +57,13 @@ COMMANDS = {
 }
 """Commands by name: where each lives, what the overview says of it, how it is called. Imported only when called."""
 
+GRAPH_COMMAND = "plan-graph"
+"""The name within the command line of what people write as ``plan --graph``."""
+GRAPH_USAGE = (
+    "Usage: partitioner plan --graph FILE --strategy free|feature [--contiguous] [--devices N] "
+    "[--objective throughput|latency] [OPTIONS]"
+)
+
 EPILOGUE = """\
 Start with `partitioner plan gpt2 --set size=tiny --cluster local:2 --batch-size 8`
 
@@ -88,7 +94,13 @@ for _position, (_name, (_place, _help, _usage)) in enumerate(COMMANDS.items()):
 app.register_install_completion_command(
     help="Complete commands and options in this shell: bash, zsh or fish."
 )
-app.command(plan_graph.plan, name=plan_graph.NAME, show=False, usage=plan_graph.USAGE, help_epilogue="")
+app.command(
+    "partitioner.commands.plan_graph:plan",
+    name=GRAPH_COMMAND,
+    show=False,
+    usage=GRAPH_USAGE,
+    help_epilogue="",
+)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -106,8 +118,8 @@ def run_command(arguments: list[str]) -> int:
     debug = "--debug" in arguments
     arguments = [argument for argument in arguments if argument != "--debug"]
     try:
-        if plan_graph.is_graph_call(arguments):
-            called = [plan_graph.NAME, *arguments[1:]]
+        if _is_graph_call(arguments):
+            called = [GRAPH_COMMAND, *arguments[1:]]
         else:
             called = arguments
             _import_command(arguments)
@@ -127,6 +139,13 @@ def run_command(arguments: list[str]) -> int:
     except Exception as error:  # noqa: BLE001 - the last resort must name the bug and not drown it in a traceback
         found = internal_error(error, "run again with --debug and report the traceback")
         return _failed(found, arguments, debug)
+
+
+def _is_graph_call(arguments: Sequence[str]) -> bool:
+    """Tell whether ``plan`` is asked to place a cost graph."""
+    return arguments[:1] == ["plan"] and any(
+        argument == "--graph" or argument.startswith("--graph=") for argument in arguments
+    )
 
 
 def _open_closed_streams() -> None:
@@ -159,7 +178,7 @@ def _usage_error(error: cyclopts.CycloptsError, arguments: Sequence[str]) -> Usa
     if isinstance(error, cyclopts.UnusedCliTokensError):
         text = f"there are more arguments than it takes: {' '.join(error.unused_tokens or ())}"
     else:
-        text = " ".join(str(error).split()).replace(f'"{plan_graph.NAME}"', '"plan"')
+        text = " ".join(str(error).split()).replace(f'"{GRAPH_COMMAND}"', '"plan"')
     usage = [] if command == "COMMAND" else [f"partitioner {command} {COMMANDS[command][2]}"]
     return UsageError("cannot read the command line", [text], [*usage, f"partitioner {command} --help"])
 

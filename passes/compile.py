@@ -28,7 +28,7 @@ from passes.search.baselines import Baseline, baselines
 from passes.search.judge import Judge
 from passes.search.outcome import Outcome
 from passes.search.request import Request
-from passes.search.strategies import STRATEGIES
+from passes.search.strategies import search
 from passes.timings import run_pass
 from runtime.check.check import Proof
 from runtime.check.quotient import check_groups, some_of_each
@@ -54,12 +54,10 @@ class Compiled:
 @collector_paused()
 def compile_graph(graph: OpGraph, cluster: ClusterSpec, request: Request) -> Compiled:
     """Choose a placement of ``graph`` on ``cluster``, build its programs and prove them free of deadlock."""
-    place = STRATEGIES[request.strategy].place
-
     run_pass("verify", lambda _: counted(len(graph), "op"), verify_graph, graph, after="trace")
     costs = run_pass("costs", _ops, costs_of, graph, cluster)
     judge = Judge(graph, costs, cluster, request.job)
-    outcome = run_pass("place", _label, place, graph, costs, cluster, request, judge)
+    outcome = run_pass("place", _label, search, graph, costs, cluster, request, judge)
     keep_from_here()
     outcome = run_pass("bound", _bound, bounded, outcome, judge, request.whole_batch)
     realized = outcome.carried.realized

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, get_args
 
@@ -23,20 +22,6 @@ from partitioner.commands.options import (
 from partitioner.cost_graphs.plan import GraphStrategy, check_options, plan_graph
 from partitioner.cost_graphs.plan_layouts import plan_feature_wise
 from partitioner.cost_graphs.read import read_graph
-
-NAME = "plan-graph"
-"""The command's name within the command line; people write ``plan --graph``."""
-USAGE = (
-    "Usage: partitioner plan --graph FILE --strategy free|feature [--contiguous] [--devices N] "
-    "[--objective throughput|latency] [OPTIONS]"
-)
-
-
-def is_graph_call(arguments: Sequence[str]) -> bool:
-    """Tell whether ``plan`` is asked to place a cost graph."""
-    return arguments[:1] == ["plan"] and any(
-        argument == "--graph" or argument.startswith("--graph=") for argument in arguments
-    )
 
 
 def plan(

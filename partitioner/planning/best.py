@@ -19,8 +19,7 @@ from passes.search.free.request import FreeRequest
 from passes.search.judge import Simulated, fastest_fitting
 from passes.search.outcome import Outcome
 from passes.search.request import Request
-from passes.search.strategies import STRATEGIES
-from passes.search.words import AUTO_NOT_CONSIDERED
+from passes.search.words import AUTO_NOT_CONSIDERED, STRATEGY_WORDS
 from passes.timings import run_pass
 
 
@@ -56,7 +55,7 @@ def _fastest_plan(
             stopped = True
             break
         except (InfeasibleError, TimeLimitError) as error:
-            failures[STRATEGIES[request.strategy].words.adverb] = error
+            failures[STRATEGY_WORDS[request.strategy].adverb] = error
     if not found:
         raise InfeasibleError(
             f"{graph.model_name} fits {cluster.name} by no strategy",
@@ -105,7 +104,7 @@ def _started(request: Request, found: Sequence[Compiled]) -> Request:
 def _alternative(compiled: Compiled, best: Compiled) -> Alternative:
     own = compiled.outcome.best
     return Alternative(
-        strategy=f"{STRATEGIES[compiled.request.strategy].words.adverb}, the best found",
+        strategy=f"{STRATEGY_WORDS[compiled.request.strategy].adverb}, the best found",
         feasible=True,
         reason=_slower(own, best.outcome.best),
         step_seconds=own.step_seconds,
@@ -150,7 +149,7 @@ def why_it_won(best: Compiled, found: Sequence[Compiled]) -> list[str]:
         )
     sentences = [f"{sentence}."]
     for compiled in found[1:]:
-        adverb = STRATEGIES[compiled.request.strategy].words.adverb
+        adverb = STRATEGY_WORDS[compiled.request.strategy].adverb
         if compiled is best:
             sentences.append(
                 f"It is {adverb}, op by op, and was looked for from the fastest pipeline of single devices."

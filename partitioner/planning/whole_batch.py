@@ -18,7 +18,8 @@ from passes.graph.graph import OpGraph
 from passes.interrupts import may_be_lost
 from passes.search.judge import Judge, Simulated
 from passes.search.request import Request
-from passes.search.strategies import STRATEGIES
+from passes.search.strategies import search
+from passes.search.words import STRATEGY_WORDS
 
 OPTION = "micro_couplings=True (--micro-couplings)"
 
@@ -41,7 +42,7 @@ def with_price(plan: PlanT, graph: OpGraph, cluster: ClusterSpec, request: Reque
     if other is not None and other.candidate.microbatches > 1 and other.step_seconds < took:
         says = f"{_taking(other)} a step instead of {format_seconds(took)}, and compute that per micro-batch: {OPTION}"
     elif left is None or left > 0:
-        adverb = STRATEGIES[request.strategy].words.adverb
+        adverb = STRATEGY_WORDS[request.strategy].adverb
         says = f"planned {adverb}, several would not be faster ({OPTION})"
     else:
         says = f"{OPTION} allows several"
@@ -75,6 +76,6 @@ def _in_pieces(
     freed = replace(request, microbatches="auto", whole_batch="", time_limit_seconds=seconds)
     judge = Judge(graph, costs_of(graph, cluster), cluster, request.job)
     try:
-        return STRATEGIES[request.strategy].place(graph, judge.costs, cluster, freed, judge).best
+        return search(graph, judge.costs, cluster, freed, judge).best
     except (InfeasibleError, TimeLimitError):
         return None

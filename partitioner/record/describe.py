@@ -38,8 +38,7 @@ from passes.lower.summarize import state_names_of_segments
 from passes.search.baselines import Baseline
 from passes.search.outcome import Label, MeshTried, Outcome, RunnerUp
 from passes.search.request import Request
-from passes.search.strategies import STRATEGIES
-from passes.search.words import RecomputeMode
+from passes.search.words import STRATEGY_WORDS, RecomputeMode
 from passes.shard.couplings import couplings, said
 from passes.trace.precision import dominant_dtype, precision_notes
 from runtime.program.crossings import pieces_between
@@ -90,7 +89,7 @@ def describe(kind: type[PlanT], graph: OpGraph, cluster: ClusterSpec, compiled: 
         prediction=_prediction(graph, cluster, compiled),
         certificate=outcome.certificate,
         alternatives=_alternatives(compiled),
-        not_considered=STRATEGIES[request.strategy].words.not_considered,
+        not_considered=STRATEGY_WORDS[request.strategy].not_considered,
         proof=ProofRecord.model_validate(compiled.proof, from_attributes=True),
         notes=(
             *graph.notes,

@@ -18,7 +18,7 @@ class Request:
     """
 
     strategy: ClassVar[StrategyName]
-    """The strategy that answers it, a key of ``passes.search.strategies.STRATEGIES``."""
+    """The strategy that answers it, a key of ``STRATEGY_WORDS``."""
 
     job: Job
     microbatches: int | Literal["auto"] = "auto"
