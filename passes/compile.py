@@ -19,9 +19,8 @@ from passes.costs.costs import GraphCosts, costs_of
 from passes.graph.graph import OpGraph
 from passes.graph.verify import verify_graph
 from passes.interrupts import keep_from_here
-from passes.lower.bridge import Bridge, bridges
 from passes.lower.candidate import Candidate
-from passes.lower.crossing import Crossings
+from passes.lower.crossing import Bridge, Crossings, bridges
 from passes.lower.realize import Realized
 from passes.search.any_plan import any_plan_bound
 from passes.search.baselines import Baseline, baselines

@@ -11,6 +11,7 @@ import contextlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
+from unittest import mock
 
 import sympy
 import torch
@@ -51,7 +52,6 @@ from passes.trace.opaque.refused import PartError
 from passes.trace.opaque.samples import samples_of
 from passes.trace.python_state import PythonState
 from passes.trace.repeat.reuse import reuse_blocks
-from passes.trace.users_lines import keep_lines
 from passes.trace.watch import (
     distributions_unchecked,
     export_fake_mode,
@@ -59,6 +59,7 @@ from passes.trace.watch import (
     torch_quiet,
 )
 from runtime.segment.code import BatchSpec
+from runtime.user_code import line_in, users_frame
 
 
 @dataclass(frozen=True)
@@ -204,7 +205,7 @@ def _export(subject: Subject, guess: BatchDims) -> Exported:
             subject.crossing.active(),
             watch_growth(subject.model_name),
             watch_fixed(subject.model, fake_mode) as fixing,
-            keep_lines(),
+            _keep_lines(),
             reuse_blocks(subject.model, fake_mode),
         ):
             program = export(module, leaves, symbolic, fake_mode)
@@ -216,6 +217,29 @@ def _export(subject: Subject, guess: BatchDims) -> Exported:
     nodes = leaf_nodes(program, tuple(leaves))
     batch_size = 2 if doubled else guess.size
     return Exported(program, module, fake_mode, nodes, settle(guess, nodes), batch_size, attributes, fixing)
+
+
+@contextlib.contextmanager
+def _keep_lines() -> Iterator[None]:
+    """Add the innermost frame that is the user's to the stack of every node that has none of theirs.
+
+    torch keeps the frames of functions called ``forward`` only. The operations of a loss function, of a forward that is
+    another function, and ops over functions (``torch.cond``, ``scan``) would name code of torch's, or none.
+    """
+    original = fx.proxy.TracerBase.create_node
+
+    def create_node(tracer: Any, *args: Any, **kwargs: Any) -> fx.Node:
+        node = original(tracer, *args, **kwargs)
+        stack = node.stack_trace or ""
+        frame = None if line_in(stack) else users_frame()
+        if frame is not None:
+            node.stack_trace = (
+                f'{stack}\n  File "{frame.filename}", line {frame.lineno}, in {frame.name}'.strip()
+            )
+        return node
+
+    with mock.patch.object(fx.proxy.TracerBase, "create_node", create_node):
+        yield
 
 
 @contextlib.contextmanager
