@@ -18,6 +18,9 @@ from partitioner.cost_graphs.outline import GraphOutline
 from partitioner.cost_graphs.plan import ANEW, GraphPlan, size_text
 from partitioner.pictures.drawing import Drawing
 from partitioner.pictures.graph_drawing import graph_drawing
+from partitioner.pictures.ops import AMOUNTS
+from partitioner.pictures.summary import fact
+from partitioner.pictures.tree import tree_node
 
 MOST_RUNS = 40
 """The most boxes of devices; a placement that jumps to and fro more often is drawn without them."""
@@ -49,11 +52,7 @@ def cost_graph_data(plan: GraphPlan, file: str = "") -> dict[str, Any]:
         "summary": _summary(plan),
         "stages": _stages(plan),
         "graph": None if plan.outline is None else _graph(plan, plan.outline),
-        "devices": None,
-        "timeline": None,
-        "memory": None,
-        "traffic": None,
-        "what_if": None,
+        **dict.fromkeys(("devices", "timeline", "memory", "traffic", "what_if")),
     }
 
 
@@ -111,11 +110,9 @@ def _stages(plan: GraphPlan) -> list[dict[str, Any]]:
                 "devices": counted(len(p.loads), "accelerator") if plan.layouts else kind,
                 "ranks": [list(p.loads).index(first)],
                 "modules": counted(counts[name] or plan.graph.nodes, "node"),
-                "mesh": None,
-                "forward_seconds": None,
-                "backward_seconds": None,
-                "parameter_bytes": None,
-                "in_flight": None,
+                **dict.fromkeys(
+                    ("mesh", "forward_seconds", "backward_seconds", "parameter_bytes", "in_flight")
+                ),
                 "facts": [
                     ["load", _cost(plan, p.loads[first])],
                     ["of the largest", percent(p.loads[first] / p.max_load) if p.max_load else "0%"],
@@ -127,12 +124,17 @@ def _stages(plan: GraphPlan) -> list[dict[str, Any]]:
 
 
 def _summary(plan: GraphPlan) -> dict[str, Any]:
+    c = plan.certificate
     return {
         "facts": list(_facts(plan)),
         "division": [],
         "fullest": None,
         "sentences": [
-            {"title": "Why this plan", "text": list(_why(plan)), "exactly": list(_exactly(plan))},
+            {
+                "title": "Why this plan",
+                "text": [f"It is the best found for {plan.objective}, in {c.search_seconds:.1f} s."],
+                "exactly": [f"Searched: {c.space}.", f"Method: {c.method} ({c.solver_status})."],
+            },
             {"title": "How sure", "text": list(_sure(plan))},
         ],
         "alternatives": [],
@@ -144,36 +146,21 @@ def _summary(plan: GraphPlan) -> dict[str, Any]:
 def _facts(plan: GraphPlan) -> Iterator[dict[str, str]]:
     p, machine = plan.prediction, plan.machine
     if plan.layouts:
-        yield _fact("per mini-batch", _cost(plan, p.max_load), "every device computes a part of every node")
+        yield fact("per mini-batch", _cost(plan, p.max_load), "every device computes a part of every node")
     else:
         if p.makespan is not None:
-            yield _fact("one batch", _cost(plan, p.makespan), "from its first node to its last")
-        yield _fact("largest load", _cost(plan, p.max_load), "of the busiest device")
-    yield _fact("sending", _cost(plan, p.transfers), "of all loads together")
+            yield fact("one batch", _cost(plan, p.makespan), "from its first node to its last")
+        yield fact("largest load", _cost(plan, p.max_load), "of the busiest device")
+    yield fact("sending", _cost(plan, p.transfers), "of all loads together")
     kind = "feature-wise" if plan.layouts else "contiguous" if plan.contiguous else "free"
-    yield _fact("placement", kind, f"for {plan.objective}")
-    yield _fact(
+    yield fact("placement", kind, f"for {plan.objective}")
+    yield fact(
         "devices", f"{len(_devices(plan))} of {len(p.loads)}" if plan.placements else f"{len(p.loads)}"
     )
     fullest = max(p.memory, key=lambda device: p.memory[device])
     limit = "no limit" if machine.memory_size is None else f"of {size_text(plan, machine.memory_size)}"
-    yield _fact("fullest device", size_text(plan, p.memory[fullest]), f"{fullest}, {limit}")
-    yield _fact("graph", counted(plan.graph.nodes, "node"), counted(plan.graph.edges, "edge"))
-
-
-def _fact(label: str, value: str, note: str = "") -> dict[str, str]:
-    return {"label": label, "value": value, "note": note}
-
-
-def _why(plan: GraphPlan) -> Iterator[str]:
-    c = plan.certificate
-    yield f"It is the best found for {plan.objective}, in {c.search_seconds:.1f} s."
-
-
-def _exactly(plan: GraphPlan) -> Iterator[str]:
-    c = plan.certificate
-    yield f"Searched: {c.space}."
-    yield f"Method: {c.method} ({c.solver_status})."
+    yield fact("fullest device", size_text(plan, p.memory[fullest]), f"{fullest}, {limit}")
+    yield fact("graph", counted(plan.graph.nodes, "node"), counted(plan.graph.edges, "edge"))
 
 
 def _sure(plan: GraphPlan) -> Iterator[str]:
@@ -212,7 +199,10 @@ def _graph(plan: GraphPlan, outline: GraphOutline) -> dict[str, Any]:
     ]
     return {
         "cost_unit": _unit(plan),
-        "kinds": [_kind(name, cost) for name, cost in kinds],
+        "kinds": [
+            {"op": name, "target": "", "shape": "", "dtype": "", **dict.fromkeys(AMOUNTS, 0), "cost": cost}
+            for name, cost in kinds
+        ],
         "sources": [],
         "parameters": [
             {"name": outline.ids[v], "shape": "", "size_bytes": int(outline.sizes[v]), "layout": ""}
@@ -229,41 +219,13 @@ def _tree(stages: list[int], devices: list[str]) -> dict[str, Any]:
     """Put neighbours on one device into a box of it, if that are a few boxes; else leave the graph flat."""
     runs = [list(run) for _, run in groupby(range(len(stages)), key=stages.__getitem__)]
     if not 1 < len(runs) <= MOST_RUNS:
-        return _branch("graph", [], list(range(len(stages))))
+        return tree_node("", "graph", [], list(range(len(stages))))
     children = [
-        _branch(counted(len(run), "node"), [], run, f"{devices[stages[run[0]]]}, {number}")
+        tree_node(f"{devices[stages[run[0]]]}, {number}", counted(len(run), "node"), [], run)
         for number, run in enumerate(runs)
         if len(run) > 1
     ]
-    return _branch("graph", children, [run[0] for run in runs if len(run) == 1])
-
-
-def _branch(label: str, children: list[dict[str, Any]], ops: list[int], name: str = "") -> dict[str, Any]:
-    return {
-        "name": name,
-        "label": label,
-        "children": children,
-        "ops": ops,
-        "first": ops[0] if ops else 0,
-        "count": len(ops) + sum(child["count"] for child in children),
-        "times": 1,
-    }
-
-
-def _kind(name: str, cost: float) -> dict[str, Any]:
-    return {
-        "op": name,
-        "target": "",
-        "shape": "",
-        "dtype": "",
-        "forward_flops": 0,
-        "backward_flops": 0,
-        "output_bytes": 0,
-        "saved_bytes": 0,
-        "forward_seconds": 0,
-        "backward_seconds": 0,
-        "cost": cost,
-    }
+    return tree_node("", "graph", children, [run[0] for run in runs if len(run) == 1])
 
 
 def _bridges(

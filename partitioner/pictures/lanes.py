@@ -7,6 +7,7 @@ Letters: F forward, B backward, I and W its halves, R a sum of gradients, O the 
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -86,13 +87,8 @@ def _representatives(transfers: Sequence[Transfer], lane_of: dict[int, int]) -> 
         message = transfer.message
         if message.source not in lane_of or message.target not in lane_of:
             continue
-        key = (
-            message.value,
-            message.gradient,
-            message.microbatch,
-            lane_of[message.source],
-            lane_of[message.target],
-        )
+        ends = lane_of[message.source], lane_of[message.target]
+        key = message.value, message.gradient, message.microbatch, *ends
         known = found.get(key)
         if known is None or known.end_seconds < transfer.end_seconds:
             found[key] = transfer
@@ -106,30 +102,38 @@ def critical_path(lanes: Lanes) -> tuple[list[tuple[int, int]], dict[tuple[int, 
     arrived as it began, whichever ended last; for a sum of gradients, the work of the lane that came last. Gaps that
     nothing of these explains end at the last thing known to be done.
     """
-    arrivals = _arrivals(lanes)
+    arrivals: list[list[Transfer]] = [[] for _ in lanes.lanes]
+    for transfer in sorted(lanes.transfers, key=lambda transfer: transfer.end_seconds):
+        arrivals[lanes.lane_of[transfer.message.target]].append(transfer)
     waits = {}
     for number, lane in enumerate(lanes.lanes):
         for index, span in enumerate(lane.spans):
-            before = lane.spans[index - 1].end_seconds if index else 0.0
-            if span.start_seconds - before > lanes.step_seconds * ROUNDING:
+            if span.start_seconds - _end_before(lanes, number, index) > lanes.step_seconds * ROUNDING:
+                cause, _, transfer = _cause(lanes, arrivals, number, index)
                 if span.letter == "R":
-                    waits[number, index] = _sum_text(lanes, span, (number, index))
-                    continue
-                transfer = _last_before(arrivals[number], span.start_seconds, lanes.step_seconds)
-                if transfer is not None and transfer.end_seconds > before:
+                    waits[number, index] = _sum_text(lanes, number, cause)
+                elif transfer is not None:
                     waits[number, index] = _wait_text(lanes, transfer)
-    path = _path(lanes, arrivals)
-    return path, waits
+    return _path(lanes, arrivals), waits
 
 
-def _arrivals(lanes: Lanes) -> list[list[Transfer]]:
-    """Return each lane's arriving messages in the order of their ends."""
-    found: list[list[Transfer]] = [[] for _ in lanes.lanes]
-    for transfer in lanes.transfers:
-        found[lanes.lane_of[transfer.message.target]].append(transfer)
-    for own in found:
-        own.sort(key=lambda transfer: transfer.end_seconds)
-    return found
+def _cause(
+    lanes: Lanes, arrivals: Sequence[Sequence[Transfer]], lane: int, index: int
+) -> tuple[int, int, Transfer | None]:
+    """Return lane and number of the span that one began after, and the message that it waited for.
+
+    A number of -1: nothing that is known was before it.
+    """
+    span = lanes.lanes[lane].spans[index]
+    if span.letter == "R":  # begins when the last of its ranks has come
+        last, place = _last_to_come(lanes, span, (lane, index))
+        return last, place - 1, None
+    transfer = _last_before(arrivals[lane], span.start_seconds, lanes.step_seconds)
+    if transfer is None or transfer.end_seconds <= _end_before(lanes, lane, index):
+        return lane, index - 1, None
+    source = lanes.lane_of[transfer.message.source]
+    place = _ended_by(lanes.lanes[source].spans, transfer.start_seconds, lanes.step_seconds)
+    return source, place, transfer
 
 
 def _last_before(arrived: Sequence[Transfer], seconds: float, step_seconds: float) -> Transfer | None:
@@ -147,40 +151,31 @@ def _wait_text(lanes: Lanes, transfer: Transfer) -> str:
     return f"waits for {what} of micro-batch {message.microbatch} from {source}"
 
 
-def _sum_text(lanes: Lanes, span: Span, own: tuple[int, int]) -> str:
-    lane, _ = _last_to_come(lanes, span, own)
-    if lane == own[0]:
+def _sum_text(lanes: Lanes, lane: int, last: int) -> str:
+    if lane == last:
         return "waits until its part of the network, or the gradients that it sums, are ready"
-    return f"waits for {lanes.lanes[lane].label}, the last that comes to this sum of gradients"
+    return f"waits for {lanes.lanes[last].label}, the last that comes to this sum of gradients"
 
 
 def _path(lanes: Lanes, arrivals: Sequence[Sequence[Transfer]]) -> list[tuple[int, int]]:
-    ends = [
-        (lane.spans[-1].end_seconds, number, len(lane.spans) - 1)
-        for number, lane in enumerate(lanes.lanes)
-        if lane.spans
-    ]
-    if not ends:
-        return []
-    _, lane, index = max(ends)
-    found = [(lane, index)]
-    while True:
+    _, lane, index = max(
+        (
+            (lane.spans[-1].end_seconds, n, len(lane.spans) - 1)
+            for n, lane in enumerate(lanes.lanes)
+            if lane.spans
+        ),
+        default=(0.0, -1, -1),
+    )
+    path = []
+    start = math.inf
+    while index >= 0:
         span = lanes.lanes[lane].spans[index]
-        before = lanes.lanes[lane].spans[index - 1].end_seconds if index else -1.0
-        transfer = _last_before(arrivals[lane], span.start_seconds, lanes.step_seconds)
-        if span.letter == "R":  # begins when the last of its ranks has come
-            lane, index = _last_to_come(lanes, span, (lane, index))
-            index -= 1
-        elif transfer is not None and transfer.end_seconds > before:
-            lane = lanes.lane_of[transfer.message.source]
-            index = _ended_by(lanes.lanes[lane].spans, transfer.start_seconds, lanes.step_seconds)
-            if index >= 0 and lanes.lanes[lane].spans[index].start_seconds >= span.start_seconds:
-                return found[::-1]  # never round in a circle
-        else:
-            index -= 1
-        if index < 0:
-            return found[::-1]
-        found.append((lane, index))
+        if span.start_seconds >= start:
+            break  # never round in a circle
+        path.append((lane, index))
+        lane, index, transfer = _cause(lanes, arrivals, lane, index)
+        start = math.inf if transfer is None else span.start_seconds
+    return path[::-1]
 
 
 def _last_to_come(lanes: Lanes, span: Span, own: tuple[int, int]) -> tuple[int, int]:
@@ -199,7 +194,7 @@ def _last_to_come(lanes: Lanes, span: Span, own: tuple[int, int]) -> tuple[int, 
 
 
 def _end_before(lanes: Lanes, lane: int, index: int) -> float:
-    return lanes.lanes[lane].spans[index - 1].end_seconds if index else -1.0
+    return lanes.lanes[lane].spans[index - 1].end_seconds if index else 0.0
 
 
 def _ended_by(spans: Sequence[Span], seconds: float, step_seconds: float) -> int:

@@ -1,4 +1,10 @@
-"""The placement graph of a plan: its ops with their stages, layouts and parameters, and the bridges between them."""
+"""The placement graph of a plan: its ops with their stages, layouts and parameters, and the bridges between them.
+
+Layouts and ways to run an op are said in words, for people who do not know the letters:
+
+    S0 R    over data 2 × tensor 4        ->   split along dimension 0 over data, whole over tensor
+    R S1 -> S1                            ->   takes whole, split along dimension 1; makes split along dimension 1
+"""
 
 from __future__ import annotations
 
@@ -6,14 +12,24 @@ from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
+from cost_models.layout import Placement, Replicate, Shard
 from partitioner.explain import known
 from partitioner.pictures.bridges import bridges_data
-from partitioner.pictures.layout_words import choice_words, layout_words
 from partitioner.pictures.tree import module_tree
 from partitioner.record.data import PlanData
 from partitioner.record.outline import ModelOutline
-from passes.shard.words import Choice, read_choice, read_placements
+from passes.shard.words import Choice, Placements, read_choice, read_placements
 from passes.split.values import block_name
+
+AMOUNTS = (
+    "forward_flops",
+    "backward_flops",
+    "output_bytes",
+    "saved_bytes",
+    "forward_seconds",
+    "backward_seconds",
+)
+"""What an op of a kind takes, as in ``OpKind``."""
 
 
 def op_graph_data(plan: PlanData | None, outline: ModelOutline | None = None) -> dict[str, Any] | None:
@@ -25,22 +41,23 @@ def op_graph_data(plan: PlanData | None, outline: ModelOutline | None = None) ->
         outline = plan.outline
     if outline is None:
         return None
-    stages = () if plan is None else plan.stages
+    stages, splits = ((), ()) if plan is None else (plan.stages, plan.splits)
     stage_of = {op: index for index, stage in enumerate(stages) for op in stage.ops}
-    ways = {} if plan is None else _ways(plan)
     texts: dict[str, int] = {}
-    words = cache(choice_words)
+    words = cache(_choice_words)
     layout_of = {
-        op: texts.setdefault(words(choices, axes), len(texts))
-        for op, (choices, axes) in ways.items()
+        op: texts.setdefault(words(tuple(map(read_choice, ways)), tuple(stage.sharding.axes)), len(texts))
+        for stage in stages
+        if stage.sharding is not None
+        for op, ways in stage.sharding.choices.items()
         if op in stage_of  # what every stage computes for itself has as many layouts as stages
     }
     whole_of = {
         block_name(split.op, number): index
-        for index, split in enumerate(() if plan is None else plan.splits)
+        for index, split in enumerate(splits)
         for number in range(len(split.sizes))
     }
-    parameters = [index for index, given in enumerate(outline.inputs) if given.kind == "parameter"]
+    parameters = [index for index, tensor in enumerate(outline.inputs) if tensor.kind == "parameter"]
     position = {index: number for number, index in enumerate(parameters)}
     ops = [
         [
@@ -56,7 +73,16 @@ def op_graph_data(plan: PlanData | None, outline: ModelOutline | None = None) ->
         for op, (name, reads) in enumerate(zip(outline.names, outline.reads_of(), strict=True))
     ]
     return {
-        "kinds": [_kind(outline, number) for number in range(len(outline.kinds))],
+        "kinds": [
+            {
+                "op": _short_op(kind.op),
+                "target": kind.op,
+                "shape": _shape(kind.shape) if kind.dtype else "",
+                "dtype": kind.dtype,
+                **{amount: getattr(kind, amount) for amount in AMOUNTS},
+            }
+            for kind in outline.kinds
+        ],
         "sources": list(outline.sources),
         "parameters": [
             {
@@ -95,29 +121,13 @@ def _explained(plan: PlanData, outline: ModelOutline) -> dict[str, Any]:
     }
 
 
-def short_op(target: str) -> str:
+def _short_op(target: str) -> str:
     """Name an op as people do: aten.linear.default -> linear."""
     return target.removeprefix("aten.").removesuffix(".default")
 
 
 def _shape(shape: Sequence[int]) -> str:
     return "×".join(map(str, shape)) or "one number"
-
-
-def _kind(outline: ModelOutline, number: int) -> dict[str, Any]:
-    kind = outline.kinds[number]
-    return {
-        "op": short_op(kind.op),
-        "target": kind.op,
-        "shape": _shape(kind.shape) if kind.dtype else "",
-        "dtype": kind.dtype,
-        "forward_flops": kind.forward_flops,
-        "backward_flops": kind.backward_flops,
-        "output_bytes": kind.output_bytes,
-        "saved_bytes": kind.saved_bytes,
-        "forward_seconds": kind.forward_seconds,
-        "backward_seconds": kind.backward_seconds,
-    }
 
 
 def _stored(plan: PlanData, parameter: str) -> str:
@@ -127,19 +137,35 @@ def _stored(plan: PlanData, parameter: str) -> str:
         if stage.sharding is None or parameter not in stage.sharding.stored:
             continue
         axes = list(stage.sharding.axes)
-        text = layout_words(read_placements(stage.sharding.stored[parameter]), axes)
+        text = _layout_words(read_placements(stage.sharding.stored[parameter]), axes)
         if state := stage.sharding.state.get(parameter):
-            own = layout_words(read_placements(state), axes)
+            own = _layout_words(read_placements(state), axes)
             text = f"{text or 'whole'}; gradients and optimizer state {own}"
         found[text] = None
     return " / ".join(filter(None, found))
 
 
-def _ways(plan: PlanData) -> dict[str, tuple[tuple[Choice, ...], tuple[str, ...]]]:
-    """Return how each op of a sharded stage runs: a choice per axis, and the axes."""
-    return {
-        op: (tuple(map(read_choice, texts)), tuple(stage.sharding.axes))
-        for stage in plan.stages
-        if stage.sharding is not None
-        for op, texts in stage.sharding.choices.items()
-    }
+def _layout_words(placements: Placements, axes: Sequence[str]) -> str:
+    """Say how a tensor lies on the axes of a mesh; "" if it is whole on all of them."""
+    if all(isinstance(one, Replicate) for one in placements):
+        return ""
+    return ", ".join(f"{_words(one)} over {axis}" for one, axis in zip(placements, axes, strict=True))
+
+
+def _choice_words(choices: Sequence[Choice], axes: Sequence[str]) -> str:
+    """Say how an op takes its operands and what it makes, axis by axis."""
+    return "; ".join(f"over {axis}: {_choice(choice)}" for choice, axis in zip(choices, axes, strict=True))
+
+
+def _choice(choice: Choice) -> str:
+    takes = ", ".join(_words(need.placement) for need in choice.inputs) or "nothing"
+    makes = ", ".join(map(_words, choice.outputs)) or "nothing"
+    if choice.local:
+        makes += f" by {choice.local.replace(':', ', ').replace('_', ' ')}"
+    return f"takes {takes}; makes {makes}"
+
+
+def _words(placement: Placement) -> str:
+    if isinstance(placement, Shard):
+        return f"split along dimension {placement.dim}"
+    return "whole" if isinstance(placement, Replicate) else "a part of a sum"

@@ -7,6 +7,12 @@
 
 The browser draws everything from the data, with text nodes only, so no name of a model can become markup. The page may
 run its own script and style and do nothing else: its content security policy names both by hash and forbids the rest.
+
+Data is packed first, and made of it again by ``page/scripts/00-report.js``:
+
+    [7, 7, 7, 7, 9]                                         {"__runs__": [7, 4, 9, 1]}
+    {"0:8": "waits for h of micro-batch 3 from rank 1"}     {"__texts__": ["waits for h of micro-batch # from rank 1"],
+                                                             "__of__": {"0:8": [0, 3]}}
 """
 
 from __future__ import annotations
@@ -14,15 +20,19 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
+import re
 from collections.abc import Mapping
 from functools import cache
 from importlib.resources import files
+from itertools import chain, groupby
 from typing import Any
-
-from partitioner.pictures.packed import packed
 
 _ESCAPES = str.maketrans({character: f"\\u{ord(character):04x}" for character in "<>&\u2028\u2029"})
 """The characters that could end a script element or a line of script, and how JSON writes them."""
+RUNS, TEXTS, OF = "__runs__", "__texts__", "__of__"
+FEWEST = 8
+"""Numbers and texts of which packing is worth while. By hand."""
+_MICROBATCH = re.compile(r"(?<=micro-batch )\d+")
 
 
 def render_page(data: Mapping[str, Any]) -> str:
@@ -89,3 +99,31 @@ def _texts(folder: str, ending: str) -> list[str]:
 
 def _text(name: str) -> str:
     return (files(__package__) / "page" / name).read_text("utf-8")
+
+
+def packed(data: Any) -> Any:
+    """Return data that is written in fewer bytes and means the same."""
+    if isinstance(data, Mapping):
+        if len(data) >= FEWEST and all(isinstance(value, str) for value in data.values()):
+            return _packed_texts(data)
+        return {key: packed(value) for key, value in data.items()}
+    if isinstance(data, list | tuple):
+        if len(data) >= FEWEST and all(type(value) in (int, float) for value in data):
+            runs = [(value, len(list(row))) for value, row in groupby(data)]
+            return {RUNS: list(chain(*runs))} if 2 * len(runs) < len(data) else data
+        return [packed(value) for value in data]
+    return data
+
+
+def _packed_texts(data: Mapping[str, str]) -> dict[str, Any]:
+    """Pack texts by name: each unlike one once, but for the number of its micro-batch."""
+    number: dict[str, int] = {}
+    of: dict[str, list[int]] = {}
+    for key, text in data.items():
+        found = _MICROBATCH.findall(text)
+        if len(found) == 1 and "#" not in text:
+            text = _MICROBATCH.sub("#", text)
+            of[key] = [number.setdefault(text, len(number)), int(found[0])]
+        else:
+            of[key] = [number.setdefault(text, len(number))]
+    return {TEXTS: list(number), OF: of}

@@ -45,29 +45,30 @@ def summary_data(plan: PlanData, lanes: Lanes) -> dict[str, Any]:
 
 def _facts(plan: PlanData) -> Iterator[dict[str, str]]:
     p = plan.prediction
-    yield _fact("step time", step_text(plan), f"from {_rates(plan)}")
-    yield _fact("throughput", f"{rate_text(p.samples_per_second)} samples/s", f"batch {plan.batch_size:,}")
+    yield fact("step time", step_text(plan), f"from {_rates(plan)}")
+    yield fact("throughput", f"{rate_text(p.samples_per_second)} samples/s", f"batch {plan.batch_size:,}")
     if p.tokens_per_second is not None:
-        yield _fact("tokens", f"{rate_text(p.tokens_per_second)} tokens/s")
+        yield fact("tokens", f"{rate_text(p.tokens_per_second)} tokens/s")
     if p.mfu is not None:
-        yield _fact("MFU", percent(p.mfu), "useful FLOP/s over the devices' peak")
-    yield _fact("strategy", strategy_text(plan), shape_text(plan))
+        yield fact("MFU", percent(p.mfu), "useful FLOP/s over the devices' peak")
+    yield fact("strategy", strategy_text(plan), shape_text(plan))
     devices = f"{plan.world_size} of {counted(plan.cluster.world_size, 'device')}"
     whole = plan.world_size == plan.cluster.world_size
-    yield _fact("devices", counted(plan.world_size, "device") if whole else devices, plan.cluster.name)
-    yield _fact("schedule", plan.schedule, microbatch_text(plan.batch_size, plan.microbatches))
+    yield fact("devices", counted(plan.world_size, "device") if whole else devices, plan.cluster.name)
+    yield fact("schedule", plan.schedule, microbatch_text(plan.batch_size, plan.microbatches))
     model = plan.model
-    yield _fact(
+    yield fact(
         "model", f"{model.parameters:,} parameters", f"{model.ops:,} ops, {model.dtype or 'mixed types'}"
     )
-    yield _fact(
+    yield fact(
         "sent in a step",
         format_bytes(p.communication_bytes),
         f"{counted(p.messages, 'message')}, {counted(p.collectives, 'collective')}",
     )
 
 
-def _fact(label: str, value: str, note: str = "") -> dict[str, str]:
+def fact(label: str, value: str, note: str = "") -> dict[str, str]:
+    """Return a number of the summary as the page shows it."""
     return {"label": label, "value": value, "note": note}
 
 

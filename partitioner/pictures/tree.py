@@ -9,9 +9,9 @@ inside, and their ops do the same to tensors of the same shapes, run on the same
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
 from typing import Any
 
 from partitioner.record.outline import ModelOutline
@@ -44,9 +44,24 @@ def module_tree(
         (alike[kind], stage_of.get(name, -1), layout_of.get(name, -1))
         for kind, name in zip(outline.kind_of, outline.names, strict=True)
     ]
-    numbers: dict[Hashable, int] = {}
-    tree, _ = _drawn(root, traits, numbers)
+    tree, _ = _node(root, traits, {})
     return tree
+
+
+def tree_node(
+    name: str, label: str, children: list[dict[str, Any]], ops: list[int], class_name: str = ""
+) -> dict[str, Any]:
+    """Return a module as the page reads it. ``ops``: those that are in none of its children, ascending."""
+    return {
+        "name": name,
+        "label": label,
+        "class": class_name,
+        "children": children,
+        "ops": ops,
+        "first": min([*(child["first"] for child in children), *ops[:1]], default=0),
+        "count": len(ops) + sum(child["count"] for child in children),
+        "times": 1,
+    }
 
 
 def _placed(root: _Module, path: str, classes: Mapping[str, str]) -> _Module:
@@ -57,52 +72,34 @@ def _placed(root: _Module, path: str, classes: Mapping[str, str]) -> _Module:
     return at
 
 
-def _drawn(
+def _node(
     module: _Module, traits: Sequence[Hashable], numbers: dict[Hashable, int]
 ) -> tuple[dict[str, Any], int]:
     """Return a module's node, and a number that modules of equal content share."""
-    drawn = [_drawn(child, traits, numbers) for child in module.children.values()]
-    order = sorted(range(len(drawn)), key=lambda i: drawn[i][0]["first"])
-    inside = tuple(
-        (None if node["label"].isdigit() else node["label"], number)
-        for node, number in (drawn[i] for i in order)
-    )
-    content = module.kind, inside, tuple(traits[op] for op in module.ops)
-    children = [drawn[i] for i in order]
-    firsts = [*(node["first"] for node, _ in children), *module.ops[:1]]
-    node = {
-        "name": module.path,
-        "label": module.label,
-        "class": module.kind,
-        "children": _folded(module.path, children),
-        "ops": module.ops,
-        "first": min(firsts, default=0),
-        "count": len(module.ops) + sum(child["count"] for child, _ in children),
-        "times": 1,
-    }
+    inside = [_node(child, traits, numbers) for child in module.children.values()]
+    inside.sort(key=lambda item: int(item[0]["first"]))
+    called = tuple((None if node["label"].isdigit() else node["label"], number) for node, number in inside)
+    content = module.kind, called, tuple(traits[op] for op in module.ops)
+    node = tree_node(module.path, module.label, list(_folded(module.path, inside)), module.ops, module.kind)
     return node, numbers.setdefault(content, len(numbers))
 
 
-def _folded(parent: str, children: Sequence[tuple[dict[str, Any], int]]) -> list[dict[str, Any]]:
+def _folded(parent: str, inside: Sequence[tuple[dict[str, Any], int]]) -> Iterator[dict[str, Any]]:
     """Put runs of numbered neighbours with equal content into one node each."""
-    found = []
-    numbered = [
-        (node, number if node["label"].isdigit() else -1 - i) for i, (node, number) in enumerate(children)
+    content = [
+        number if node["label"].isdigit() else -1 - place for place, (node, number) in enumerate(inside)
     ]
-    for _, run in itertools.groupby(numbered, key=lambda item: item[1]):
-        members = [node for node, _ in run]
+    for _, run in groupby(range(len(inside)), key=content.__getitem__):
+        members = [inside[place][0] for place in run]
         if len(members) == 1:
-            found += members
+            yield members[0]
             continue
         span = f"{members[0]['label']}–{members[-1]['label']}"
-        found.append(
-            {
-                **members[0],
-                "label": f"{span} ×{len(members)}",
-                "name": f"{parent}.{span}".lstrip("."),
-                "count": sum(member["count"] for member in members),
-                "times": len(members),
-                "members": members,
-            }
-        )
-    return found
+        yield {
+            **members[0],
+            "label": f"{span} ×{len(members)}",
+            "name": f"{parent}.{span}".lstrip("."),
+            "count": sum(member["count"] for member in members),
+            "times": len(members),
+            "members": members,
+        }

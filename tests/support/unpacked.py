@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from partitioner.pictures.packed import OF, RUNS, TEXTS
+from partitioner.pictures.page import OF, RUNS, TEXTS
 
 
 def unpacked(data: Any) -> Any:

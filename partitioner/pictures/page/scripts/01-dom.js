@@ -21,40 +21,52 @@ function fill(element, attributes, children) {
   return element;
 }
 
+/** Make a part of a section below a heading of its own. */
+function titled(title, ...children) {
+  return el('div', null, el('h3', null, title), children);
+}
+
+/** A list of short texts, elements, or both together. Absent items are skipped. */
+function list(attributes, items) {
+  return el(
+    'ul',
+    attributes,
+    items.filter(Boolean).map((item) => el('li', null, item)),
+  );
+}
+
+/** The words for the looks of a picture. */
+function legend(label, items) {
+  return list({class: 'legend', 'aria-label': label}, items);
+}
+
+function button(text, press, attributes) {
+  return el('button', {type: 'button', onclick: press, ...attributes}, text);
+}
+
+/** A part of a page that scrolls by itself: readers of the keyboard can reach it. */
+function scrolling(label, child, kind = '') {
+  return el('div', {class: `scroll${kind}`, tabindex: '0', role: 'group', 'aria-label': label}, child);
+}
+
 /** Make a table from column heads and rows of text or elements; columns named in `numbers` stand to the right. */
 function table(caption, heads, rows, numbers = []) {
   const kind = (index) => (numbers.includes(index) ? 'number' : null);
-  return el(
-    'div',
-    {class: 'scroll tall', tabindex: '0', role: 'group', 'aria-label': caption},
+  const head = heads.map((text, index) => el('th', {scope: 'col', class: kind(index)}, text));
+  const cell = (content, index) =>
+    index === 0 ? el('th', {scope: 'row', class: kind(index)}, content) : el('td', {class: kind(index)}, content);
+  const content = el(
+    'table',
+    null,
+    el('caption', null, caption),
+    el('thead', null, el('tr', null, head)),
     el(
-      'table',
+      'tbody',
       null,
-      el('caption', null, caption),
-      el(
-        'thead',
-        null,
-        el(
-          'tr',
-          null,
-          heads.map((head, index) => el('th', {scope: 'col', class: kind(index)}, head)),
-        ),
-      ),
-      el(
-        'tbody',
-        null,
-        rows.map((row) =>
-          el(
-            'tr',
-            null,
-            row.map((cell, index) =>
-              index === 0 ? el('th', {scope: 'row', class: kind(index)}, cell) : el('td', {class: kind(index)}, cell),
-            ),
-          ),
-        ),
-      ),
+      rows.map((row) => el('tr', null, row.map(cell))),
     ),
   );
+  return scrolling(caption, content, ' tall');
 }
 
 /** A table that is made when it is first opened: the same figures as a picture, for those who do not see it. */

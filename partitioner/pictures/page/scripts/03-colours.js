@@ -89,24 +89,34 @@ function badge(index) {
   return svg('svg', {class: 'badge', width: 24, height: 24, 'aria-hidden': 'true'}, mark);
 }
 
+/** A shape in a colour, and a pattern over it if there is one. */
+function patterned(shape, place, paint, pattern) {
+  return [svg(shape, {...place, fill: paint}), pattern && svg(shape, {...place, fill: pattern})];
+}
+
+/** A sign moved to a place of a picture. */
+function signAt(index, x, y) {
+  const mark = sign(index, 8);
+  mark.setAttribute('transform', `translate(${x} ${y})`);
+  return mark;
+}
+
 /** A small square of a colour, for legends. */
 function swatch(paint, pattern) {
+  const place = {x: 0.5, y: 0.5, width: 15, height: 15, rx: 2};
   return svg(
     'svg',
     {width: 16, height: 16, 'aria-hidden': 'true'},
-    svg('rect', {x: 0.5, y: 0.5, width: 15, height: 15, rx: 2, fill: paint, stroke: 'var(--strong)'}),
-    pattern && svg('rect', {x: 0.5, y: 0.5, width: 15, height: 15, rx: 2, fill: pattern}),
+    svg('rect', {...place, fill: paint, stroke: 'var(--strong)'}),
+    pattern && svg('rect', {...place, fill: pattern}),
   );
 }
 
 /** The stages of a plan as a legend: sign, name, devices. */
 function stageLegend(plan) {
-  return el(
-    'ul',
-    {class: 'legend', 'aria-label': 'Stages'},
-    plan.stages.map((stage, index) =>
-      el('li', null, badge(index), `${short(stage.name, 40)} · ${short(stage.devices, 48)}`),
-    ),
+  return legend(
+    'Stages',
+    plan.stages.map((stage, index) => [badge(index), `${short(stage.name, 40)} · ${short(stage.devices, 48)}`]),
   );
 }
 
@@ -118,4 +128,16 @@ function computedColour(expression) {
   const found = getComputedStyle(probe).color;
   probe.remove();
   return found;
+}
+
+/** An empty chart with words for a screen reader, and lines for the values of its vertical axis, 0 to `top`. */
+function emptyChart(size, label, top, values, format, gap = 6) {
+  const y = (value) => size.height - size.bottom - (value / top) * (size.height - size.top - size.bottom);
+  const across = (value) => ({x1: size.left, x2: size.width - size.right, y1: y(value), y2: y(value)});
+  const lines = values.map((value) => [
+    svg('line', {class: 'axis', ...across(value)}),
+    svg('text', {class: 'muted', x: size.left - gap, y: y(value) + 4, 'text-anchor': 'end'}, format(value)),
+  ]);
+  const viewBox = `0 0 ${size.width} ${size.height}`;
+  return {chart: svg('svg', {class: 'chart', viewBox, role: 'img', 'aria-label': label}, lines), y, across};
 }

@@ -20,36 +20,21 @@ function drawSummary(plan, other, summary = plan.summary) {
     el(
       'div',
       {class: 'words'},
-      summary.sentences.map((part) =>
-        el(
-          'div',
-          null,
-          el('h3', null, part.title),
-          part.text.map((line) => el('p', null, short(line, LONG_TEXT))),
-          part.exactly && exactly(part.exactly),
-        ),
-      ),
+      summary.sentences.map((part) => titled(part.title, paragraphs(part.text), part.exactly && exactly(part.exactly))),
     ),
     summary.alternatives.length > 0 && alternativesTable(summary),
     plan.stages.length > 0 && stagesTable(plan),
-    summary.notes.length > 0 &&
-      el(
-        'div',
-        null,
-        el('h3', null, 'Notes'),
-        summary.notes.map((note) => el('p', {class: 'note'}, short(note, LONG_TEXT))),
-      ),
+    summary.notes.length > 0 && titled('Notes', paragraphs(summary.notes, 'note')),
   ];
+}
+
+function paragraphs(lines, look = null) {
+  return lines.map((line) => el('p', {class: look}, short(line, LONG_TEXT)));
 }
 
 /** The same in the search's own words, for those who want them. */
 function exactly(lines) {
-  return el(
-    'details',
-    null,
-    el('summary', null, 'Exactly what was searched, and how'),
-    lines.map((line) => el('p', null, short(line, LONG_TEXT))),
-  );
+  return el('details', null, el('summary', null, 'Exactly what was searched, and how'), paragraphs(lines));
 }
 
 function factsList(facts, others) {
@@ -73,50 +58,31 @@ function factsList(facts, others) {
 function stepBar(summary) {
   const parts = summary.division.filter((part) => part.share > 0);
   if (!parts.length) return null;
-  const words = (kind) => (DIVISION[kind] || [3, 'hatch-c', kind])[2];
   const look = (kind) => DIVISION[kind] || [3, 'hatch-c', kind];
+  const text = (part) => `${look(part.kind)[2]} ${formatSeconds(part.seconds)} (${formatShare(part.share)})`;
+  const fillOf = (pattern) => pattern && `url(#${pattern})`;
   let left = 0;
   const bars = parts.map((part) => {
-    const [index, pattern] = look(part.kind);
+    const [index, pattern, words] = look(part.kind);
     const place = {x: `${left * 100}%`, y: 0, width: `${part.share * 100}%`, height: 34};
+    const middle = {x: `${(left + part.share / 2) * 100}%`, y: 21, 'text-anchor': 'middle'};
     left += part.share;
     const group = svg(
       'g',
       null,
-      svg('rect', {...place, fill: tint(index)}),
-      pattern && svg('rect', {...place, fill: `url(#${pattern})`}),
-      part.share > 0.12 &&
-        svg(
-          'text',
-          {
-            x: `${(left - part.share / 2) * 100}%`,
-            y: 21,
-            'text-anchor': 'middle',
-            'font-size': 12.5,
-            'font-weight': 600,
-          },
-          formatShare(part.share),
-        ),
+      patterned('rect', place, tint(index), fillOf(pattern)),
+      part.share > 0.12 && svg('text', {...middle, 'font-size': 12.5, 'font-weight': 600}, formatShare(part.share)),
     );
-    return withTip(
-      group,
-      `${words(part.kind)}: ${formatSeconds(part.seconds)}, ${formatShare(part.share)} of the step`,
-    );
+    return withTip(group, `${words}: ${formatSeconds(part.seconds)}, ${formatShare(part.share)} of the step`);
   });
-  const text = parts.map((part) => `${words(part.kind)} ${formatSeconds(part.seconds)} (${formatShare(part.share)})`);
-  return el(
-    'div',
-    null,
-    el('h3', null, 'How a step divides'),
-    svg('svg', {class: 'bar', role: 'img', 'aria-label': `A step: ${text.join(', ')}`}, bars),
-    el(
-      'ul',
-      {class: 'legend'},
-      parts.map((part, index) => {
-        const [place, pattern] = look(part.kind);
-        return el('li', null, swatch(tint(place), pattern && `url(#${pattern})`), text[index]);
-      }),
-    ),
+  const entries = parts.map((part) => {
+    const [index, pattern] = look(part.kind);
+    return [swatch(tint(index), fillOf(pattern)), text(part)];
+  });
+  return titled(
+    'How a step divides',
+    svg('svg', {class: 'bar', role: 'img', 'aria-label': `A step: ${parts.map(text).join(', ')}`}, bars),
+    list({class: 'legend'}, entries),
   );
 }
 
@@ -141,10 +107,8 @@ function alternativesTable(summary) {
         ? `${ratio.toFixed(2)}× as long`
         : `${((1 - ratio) * 100).toFixed(1)} % shorter`;
   };
-  return el(
-    'div',
-    null,
-    el('h3', null, 'What other plans would cost'),
+  return titled(
+    'What other plans would cost',
     table(
       'Other plans beside this one',
       ['plan', 'step', 'beside this plan', 'peak memory', 'fits', 'why'],
@@ -175,10 +139,8 @@ function stagesTable(plan) {
   const own = (stages[0].facts || []).map(([title], at) => [title, (stage) => stage.facts[at][1]]);
   const columns = [...STAGE_COLUMNS, ...own].filter(([, value]) => stages.some((stage) => value(stage) !== null));
   const cell = (value, format) => (value === null ? '–' : format ? format(value) : value);
-  return el(
-    'div',
-    null,
-    el('h3', null, stages.length > 1 ? 'Stages' : 'One stage'),
+  return titled(
+    stages.length > 1 ? 'Stages' : 'One stage',
     table(
       'Which devices compute what',
       ['stage', 'devices', 'modules', ...columns.map(([title]) => title)],

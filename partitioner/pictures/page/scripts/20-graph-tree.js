@@ -17,7 +17,8 @@ function makeBoxes(graph) {
 
   const box = (kind, parent, fields) => {
     count += 1;
-    return {id: count, kind, parent, children: [], ops: [], members: null, shown: 0, times: 1, ...fields};
+    const none = {name: '', className: '', children: [], ops: [], members: null, shown: 0, times: 1};
+    return {id: count, kind, parent, ...none, ...fields};
   };
 
   const fromNode = (node, parent) => {
@@ -56,27 +57,27 @@ function makeBoxes(graph) {
         found.push(opBox(group[0], parent));
         continue;
       }
-      const kind = graph.kinds[graph.ops[group[0]][1]];
-      const pieces = box('pieces', parent, {
-        name: graph.ops[group[0]][0],
-        label: `${kind.op} in ${group.length} pieces`,
-        className: '',
-      });
-      pieces.ops = group;
-      pieces.children = shorten(
-        group.map((index) => opBox(index, pieces)),
-        pieces,
-      );
+      const [name, kind] = graph.ops[group[0]];
+      const pieces = box('pieces', parent, {name, label: `${graph.kinds[kind].op} in ${group.length} pieces`, ops: group});
+      const blocks = group.map((index) => opBox(index, pieces));
+      pieces.children = shorten(blocks, pieces);
       found.push(pieces);
     }
     return found;
   };
 
   const opBox = (index, parent) => {
-    const made = box('op', parent, {name: graph.ops[index][0], label: graph.kinds[graph.ops[index][1]].op, op: index});
-    made.ops = [index];
-    boxOfOp[index] = made;
-    return made;
+    const [name, kind] = graph.ops[index];
+    boxOfOp[index] = box('op', parent, {name, label: graph.kinds[kind].op, op: index, ops: [index]});
+    return boxOfOp[index];
+  };
+
+  /** Put boxes that follow each other into one. */
+  const partOf = (label, children, parent) => {
+    const part = box('part', parent, {label, ops: children.flatMap((child) => child.ops)});
+    for (const child of children) child.parent = part;
+    part.children = shorten(children, part);
+    return part;
   };
 
   /** Put ops that follow each other between two modules into one part, named after the op that takes longest. */
@@ -89,12 +90,7 @@ function makeBoxes(graph) {
       else {
         const seconds = (child) => graph.kinds[graph.ops[child.op][1]].forward_seconds;
         const main = run.reduce((best, child) => (seconds(child) > seconds(best) ? child : best));
-        const label = `${main.label} and ${run.length - 1} more`;
-        const part = box('part', parent, {name: '', label, className: ''});
-        part.ops = run.flatMap((child) => child.ops);
-        for (const child of run) child.parent = part;
-        part.children = shorten(run, part);
-        found.push(part);
+        found.push(partOf(`${main.label} and ${run.length - 1} more`, run, parent));
       }
       run = [];
     };
@@ -112,21 +108,10 @@ function makeBoxes(graph) {
   const shorten = (children, parent) => {
     if (children.length <= LIST_LIMIT) return children;
     const size = Math.max(Math.ceil(children.length / LIST_LIMIT), PART_SIZE);
-    const parts = [];
-    for (let start = 0; start < children.length; start += size) {
-      const slice = children.slice(start, start + size);
-      const part = box('part', parent, {
-        name: '',
-        label: `${slice[0].label} … ${slice[slice.length - 1].label}`,
-        className: '',
-      });
-      part.label = `part ${parts.length + 1} of ${Math.ceil(children.length / size)}`;
-      part.ops = slice.flatMap((child) => child.ops);
-      for (const child of slice) child.parent = part;
-      part.children = shorten(slice, part);
-      parts.push(part);
-    }
-    return parts;
+    const count = Math.ceil(children.length / size);
+    return Array.from({length: count}, (_, number) =>
+      partOf(`part ${number + 1} of ${count}`, children.slice(number * size, (number + 1) * size), parent),
+    );
   };
 
   const root = fromNode(graph.tree, null);

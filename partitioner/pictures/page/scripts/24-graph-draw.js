@@ -78,7 +78,8 @@ function drawBox({box, x, y, width, height, level}, graph, opened, bridges, diff
     'aria-expanded': canOpen(box) ? String(isOpen) : null,
     'aria-label': spoken(box, graph, bridges, marked),
   });
-  group.append(svg('rect', {class: 'frame', width, height, rx: box.kind === 'op' ? 4 : 9}));
+  const rx = box.kind === 'op' ? 4 : 9;
+  group.append(svg('rect', {class: 'frame', width, height, rx}));
   if (!isOpen && box.times > 1) group.prepend(svg('rect', {class: 'behind', x: 5, y: 5, width, height, rx: 9}));
   if (isOpen) {
     group.append(svg('text', {class: 'title', x: 12, y: 20}, short(openTitle(box), Math.floor((width - 70) / GLYPH))));
@@ -95,9 +96,9 @@ function drawBox({box, x, y, width, height, level}, graph, opened, bridges, diff
     down += part;
   }
   if (stages.length === 1) {
-    group.insertBefore(svg('rect', {width, height, rx: box.kind === 'op' ? 4 : 9, fill: tint(stages[0][0])}), null);
+    group.append(svg('rect', {width, height, rx, fill: tint(stages[0][0])}));
     if (hatch(stages[0][0])) group.append(svg('rect', {width, height, fill: hatch(stages[0][0])}));
-    group.append(svg('rect', {class: 'frame', width, height, rx: box.kind === 'op' ? 4 : 9, 'fill-opacity': 0}));
+    group.append(svg('rect', {class: 'frame', width, height, rx, 'fill-opacity': 0}));
   }
   group.append(bar);
   group.append(svg('text', {class: box.kind === 'op' ? null : 'title', x: 15, y: 18}, short(name, fit)));
@@ -109,14 +110,9 @@ function drawBox({box, x, y, width, height, level}, graph, opened, bridges, diff
 
 /** The signs of a box's stages: one, or first and last of several. */
 function signs(stages, right) {
-  const group = svg('g', {});
   const shown = stages.length <= 2 ? stages : [stages[0], stages[stages.length - 1]];
-  shown.forEach(([stage], index) => {
-    const mark = sign(stage, 8);
-    mark.setAttribute('transform', `translate(${right - (shown.length - 1 - index) * 21} 15)`);
-    group.append(mark);
-  });
-  return group;
+  const marks = shown.map(([stage], index) => signAt(stage, right - (shown.length - 1 - index) * 21, 15));
+  return svg('g', null, marks);
 }
 
 function openTitle(box) {

@@ -16,11 +16,7 @@ function listOf(title, items, draw) {
     'div',
     null,
     el('h4', null, title),
-    el(
-      'ul',
-      null,
-      items.slice(0, LISTED).map((item) => el('li', null, draw(item))),
-    ),
+    list(null, items.slice(0, LISTED).map(draw)),
     items.length > LISTED && el('p', {class: 'muted'}, `and ${formatCount(items.length - LISTED)} more`),
   );
 }
@@ -32,7 +28,7 @@ function stageWords(stage, plan) {
 }
 
 function jump(text, go) {
-  return el('button', {type: 'button', class: 'jump', onclick: go}, short(text, 120));
+  return button(short(text, 120), go, {class: 'jump'});
 }
 
 /** What ops take: of a traced model arithmetic, time and bytes, of a cost graph its costs. */
@@ -109,13 +105,18 @@ function groupDetails(box, view) {
   const within = new Set(box.ops);
   const bridges = graph.bridges.filter((bridge) => within.has(bridge.from) && within.has(bridge.to));
   const counts = stagesOf(box, graph);
+  const stageCounts = counts
+    .slice(0, LISTED)
+    .map(([stage, count]) =>
+      el('span', null, stageWords(stage, plan), counts.length > 1 ? `: ${plural(count, 'op')}` : '', el('br')),
+    );
   return [
     el('h3', null, box.label),
     canOpen(box) &&
       el(
         'div',
         {class: 'tools'},
-        el('button', {type: 'button', onclick: () => view.toggle(box)}, view.isOpen(box) ? 'Close' : 'Open'),
+        button(view.isOpen(box) ? 'Close' : 'Open', () => view.toggle(box)),
         box.kind === 'fold' && memberChoice(box, view),
       ),
     pairs(
@@ -124,19 +125,7 @@ function groupDetails(box, view) {
       ['in', inside(box, view)],
       ['equal blocks', box.times > 1 && `${box.times}, one after another; figures are of all of them`],
       ['ops', formatCount(box.ops.length)],
-      [
-        'computed on',
-        el(
-          'span',
-          null,
-          counts
-            .slice(0, LISTED)
-            .map(([stage, count]) =>
-              el('span', null, stageWords(stage, plan), counts.length > 1 ? `: ${plural(count, 'op')}` : '', el('br')),
-            ),
-          counts.length > LISTED && `and ${counts.length - LISTED} more stages`,
-        ),
-      ],
+      ['computed on', el('span', null, stageCounts, counts.length > LISTED && `and ${counts.length - LISTED} more stages`)],
       [
         'parameters',
         sums.parameters.size && `${formatCount(sums.parameters.size)}, ${formatBytes(sums.parameter_bytes)}`,

@@ -11,27 +11,10 @@ function drawPlacement(plan, other) {
 
   const canvas = svg('svg', {class: 'canvas', 'aria-label': 'Placement graph', role: 'group'});
   const world = svg('g', {class: 'world'});
-  canvas.append(
-    svg(
-      'defs',
-      null,
-      svg(
-        'marker',
-        {
-          id: 'arrow',
-          viewBox: '0 0 8 8',
-          refX: 7.5,
-          refY: 4,
-          markerWidth: 9,
-          markerHeight: 9,
-          markerUnits: 'userSpaceOnUse',
-          orient: 'auto',
-        },
-        svg('path', {class: 'arrow', d: 'M0 0L8 4L0 8Z'}),
-      ),
-    ),
-    world,
-  );
+  const size = {refX: 7.5, refY: 4, markerWidth: 9, markerHeight: 9, markerUnits: 'userSpaceOnUse'};
+  const arrow = svg('path', {class: 'arrow', d: 'M0 0L8 4L0 8Z'});
+  const marker = svg('marker', {id: 'arrow', viewBox: '0 0 8 8', orient: 'auto', ...size}, arrow);
+  canvas.append(svg('defs', null, marker), world);
   const minimap = svg('svg', {class: 'minimap', 'aria-hidden': 'true'});
   const details = el('aside', {
     class: 'graph-details',
@@ -174,15 +157,14 @@ function drawPlacement(plan, other) {
     event.preventDefault();
   });
 
-  const button = (label, text, press) =>
-    el('button', {type: 'button', 'aria-label': label, title: label, onclick: press}, text);
+  const tool = (label, text, press) => button(text, press, {'aria-label': label, title: label});
   pane.append(
     el(
       'div',
       {class: 'zoom'},
-      button('Zoom in', '+', () => camera.zoom(1.25)),
-      button('Zoom out', '−', () => camera.zoom(0.8)),
-      button('Show everything', 'Fit', camera.fit),
+      tool('Zoom in', '+', () => camera.zoom(1.25)),
+      tool('Zoom out', '−', () => camera.zoom(0.8)),
+      tool('Show everything', 'Fit', camera.fit),
     ),
   );
   redraw();
@@ -205,7 +187,7 @@ function drawPlacement(plan, other) {
         (entry) => choose(entry.box),
         `Search the graph of ${short(plan.title, 80)}`,
       ),
-      button('Close all boxes but the first', 'Fold all', () => {
+      tool('Close all boxes but the first', 'Fold all', () => {
         for (const {box} of opened.visible().reverse()) if (box.parent) opened.close(box);
         openFirst(boxes, opened);
         redraw();
@@ -222,17 +204,12 @@ function drawPlacement(plan, other) {
 
 function bridgeLegend(graph) {
   const kinds = [...new Set(graph.bridges.map((bridge) => bridge.kind))];
-  return el(
-    'ul',
-    {class: 'legend', 'aria-label': 'Arrows'},
-    [['', 'a tensor passes'], ...kinds.map((kind) => [`bridge ${bridgeLook(kind)}`, kind])].map(([look, text]) =>
-      el(
-        'li',
-        null,
-        svg('svg', {width: 34, height: 10, 'aria-hidden': 'true'}, svg('path', {class: `edge ${look}`, d: 'M0 5H34'})),
-        text,
-      ),
-    ),
+  const looks = [['', 'a tensor passes'], ...kinds.map((kind) => [`bridge ${bridgeLook(kind)}`, kind])];
+  const line = (look) =>
+    svg('svg', {width: 34, height: 10, 'aria-hidden': 'true'}, svg('path', {class: `edge ${look}`, d: 'M0 5H34'}));
+  return legend(
+    'Arrows',
+    looks.map(([look, text]) => [line(look), text]),
   );
 }
 

@@ -21,15 +21,13 @@ function drawDevices(plan) {
   const rowHeight = Math.max(...shown.map(nodeHeight)) + hubSpace + 18;
   const rows = Math.ceil(shown.length / columns);
   const total = {width: columns * (nodeWidth + 24) + 24, height: rows * rowHeight + 8};
+  const count = nodes.reduce((sum, node) => sum + node.devices.length, 0);
   const picture = svg('svg', {
     class: 'cluster',
     viewBox: `0 0 ${total.width} ${total.height}`,
     width: total.width,
     role: 'img',
-    'aria-label': `${plural(nodes.length, 'node')} with ${plural(
-      nodes.reduce((sum, node) => sum + node.devices.length, 0),
-      'device',
-    )}; the table below lists the links`,
+    'aria-label': `${plural(nodes.length, 'node')} with ${plural(count, 'device')}; the table below lists the links`,
   });
   const places = new Map();
   shown.forEach((node, index) =>
@@ -64,36 +62,20 @@ function drawDevices(plan) {
       hub >= 0
         ? `M${x} ${row * rowHeight + hub * 26 + 22}V${node.y}`
         : `M${x} ${node.y}C${x} ${node.y - 34} ${far.x + 40} ${far.y - 34} ${far.x + 40} ${far.y}`;
-    const wire = svg('path', {
-      class: `wire${link.busy > 0.5 ? ' busy' : ''}`,
-      d,
-      'stroke-width': width(link),
-      fill: 'none',
-    });
-    picture.append(withTip(wire, linkText(link)));
+    picture.append(drawWire(link, d, width(link)));
+    const sent = link.sent_bytes ? `, ${formatBytes(link.sent_bytes)} sent` : '';
     if (used === 0)
       picture.append(
-        svg(
-          'text',
-          {class: 'muted', x: x + 10, y: node.y - 12},
-          `${formatBandwidth(link.bandwidth)}${link.sent_bytes ? `, ${formatBytes(link.sent_bytes)} sent` : ''}`,
-        ),
+        svg('text', {class: 'muted', x: x + 10, y: node.y - 12}, `${formatBandwidth(link.bandwidth)}${sent}`),
       );
   }
-  for (const node of shown)
-    picture.append(
-      drawNode(
-        node,
-        places.get(node.name),
-        nodeWidth,
-        perRow,
-        links.filter((link) => inner(link) && link.a === node.name),
-        width,
-      ),
-    );
+  for (const node of shown) {
+    const inside = links.filter((link) => inner(link) && link.a === node.name);
+    picture.append(drawNode(node, places.get(node.name), nodeWidth, perRow, inside, width));
+  }
   return [
     stageLegend(plan),
-    el('div', {class: 'scroll', tabindex: '0', role: 'group', 'aria-label': 'The cluster'}, picture),
+    scrolling('The cluster', picture),
     plan.devices.hidden_nodes > 0 &&
       el('p', {class: 'note'}, `${plural(plan.devices.hidden_nodes, 'further node')} left out.`),
     nodes.length > shown.length &&
@@ -149,6 +131,12 @@ function linkText(link) {
   );
 }
 
+/** A link as a wire, as thick as what it carries. */
+function drawWire(link, d, thickness) {
+  const look = `wire${link.busy > 0.5 ? ' busy' : ''}`;
+  return withTip(svg('path', {class: look, d, 'stroke-width': thickness, fill: 'none'}), linkText(link));
+}
+
 function drawNode(node, {x, y, height}, nodeWidth, perRow, inner, width) {
   const group = svg(
     'g',
@@ -161,42 +149,33 @@ function drawNode(node, {x, y, height}, nodeWidth, perRow, inner, width) {
     const top = 28 + Math.floor(index / perRow) * (CELL.height + CELL.gap);
     group.append(drawDevice(device, left, top));
   });
-  inner.slice(0, 1).forEach((link) => {
-    const line = svg('path', {
-      class: `wire${link.busy > 0.5 ? ' busy' : ''}`,
-      d: `M14 ${height - 14}H${nodeWidth - 14}`,
-      'stroke-width': width(link),
-    });
-    group.append(withTip(line, linkText(link)));
+  if (inner.length) {
+    const [link] = inner;
+    const sent = link.sent_bytes ? ` · ${formatBytes(link.sent_bytes)}` : '';
+    const place = {class: 'muted', x: nodeWidth - 12, y: 19, 'text-anchor': 'end'};
     group.append(
-      svg(
-        'text',
-        {class: 'muted', x: nodeWidth - 12, y: 19, 'text-anchor': 'end'},
-        short(`${formatBandwidth(link.bandwidth)}${link.sent_bytes ? ` · ${formatBytes(link.sent_bytes)}` : ''}`, 26),
-      ),
+      drawWire(link, `M14 ${height - 14}H${nodeWidth - 14}`, width(link)),
+      svg('text', place, short(`${formatBandwidth(link.bandwidth)}${sent}`, 26)),
     );
-  });
+  }
   return group;
 }
 
 function drawDevice(device, x, y) {
   const share = device.memory_bytes ? Math.max(0, Math.min(1, device.peak_bytes / device.memory_bytes)) : 0;
   const first = device.stages.length ? device.stages[0] : -1;
+  const frame = {width: CELL.width, height: CELL.height, rx: 5};
+  const bar = {x: 7, y: CELL.height - 14, width: CELL.width - 14, height: 7, rx: 2};
   const group = svg(
     'g',
     {transform: `translate(${x} ${y})`},
-    svg('rect', {class: 'device', width: CELL.width, height: CELL.height, rx: 5}),
-    first >= 0 && svg('rect', {width: CELL.width, height: CELL.height, rx: 5, fill: tint(first)}),
-    hatch(first) && svg('rect', {width: CELL.width, height: CELL.height, rx: 5, fill: hatch(first)}),
+    svg('rect', {class: 'device', ...frame}),
+    first >= 0 && patterned('rect', frame, tint(first), hatch(first)),
     svg('text', {class: 'name', x: 7, y: 19}, String(device.rank)),
-    svg('rect', {class: 'memory-back', x: 7, y: CELL.height - 14, width: CELL.width - 14, height: 7, rx: 2}),
-    svg('rect', {class: 'memory-fill', x: 7, y: CELL.height - 14, width: (CELL.width - 14) * share, height: 7, rx: 2}),
+    svg('rect', {class: 'memory-back', ...bar}),
+    svg('rect', {class: 'memory-fill', ...bar, width: bar.width * share}),
+    device.stages.slice(0, 2).map((stage, index) => signAt(stage, CELL.width - 13 - index * 20, 15)),
   );
-  device.stages.slice(0, 2).forEach((stage, index) => {
-    const mark = sign(stage, 8);
-    mark.setAttribute('transform', `translate(${CELL.width - 13 - index * 20} 15)`);
-    group.append(mark);
-  });
   const more = device.stages.length > 2 ? ` (stages ${device.stages.join(', ')})` : '';
   return withTip(
     group,

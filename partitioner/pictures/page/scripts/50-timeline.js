@@ -50,24 +50,17 @@ function drawTimeline(plan, other) {
       paintTimeline(canvas, model);
     });
   };
-  const zoom = (factor, at) => {
-    const span = Math.min(end, Math.max(end / 5000, (state.to - state.from) / factor));
-    const from = Math.max(0, Math.min(end - span, at - ((at - state.from) / (state.to - state.from)) * span));
-    state.from = from;
-    state.to = from + span;
-    paint();
-  };
-  const pan = (by) => {
-    const span = state.to - state.from;
-    state.from = Math.max(0, Math.min(end - span, state.from + by));
+  const look = (from, span) => {
+    state.from = Math.max(0, Math.min(end - span, from));
     state.to = state.from + span;
     paint();
   };
-  const whole = () => {
-    state.from = 0;
-    state.to = end;
-    paint();
+  const zoom = (factor, at) => {
+    const span = Math.min(end, Math.max(end / 5000, (state.to - state.from) / factor));
+    look(at - ((at - state.from) / (state.to - state.from)) * span, span);
   };
+  const pan = (by) => look(state.from + by, state.to - state.from);
+  const whole = () => look(0, end);
   timelineHands(canvas, model, {zoom, pan, whole, paint, status});
 
   new ResizeObserver(paint).observe(canvas);
@@ -106,9 +99,9 @@ function drawTimeline(plan, other) {
     el(
       'div',
       {class: 'tools'},
-      el('button', {type: 'button', onclick: () => zoom(1.6, middle())}, 'Zoom in'),
-      el('button', {type: 'button', onclick: () => zoom(0.625, middle())}, 'Zoom out'),
-      el('button', {type: 'button', onclick: whole}, 'Whole step'),
+      button('Zoom in', () => zoom(1.6, middle())),
+      button('Zoom out', () => zoom(0.625, middle())),
+      button('Whole step', whole),
       el('label', null, 'colour by', select),
       timeline.transfers.length > 0 && check('transfers', 'transfers between lanes'),
       timeline.critical.length > 0 && check('critical', 'critical path'),
@@ -141,53 +134,25 @@ function timelineWords(timeline) {
 
 function timelineLegend(timeline) {
   const kinds = [...new Set(timeline.lanes.flatMap((lane) => lane.spans.map((span) => span[2])))];
-  return el(
-    'ul',
-    {class: 'legend', 'aria-label': 'Blocks'},
-    kinds.map((kind) => el('li', null, el('strong', null, kind), SPAN_WORDS[kind] || kind)),
-    el('li', null, swatch(tint(0)), 'forward, pale'),
-    el('li', null, swatch(deepTint(0)), 'backward, deep'),
-    el('li', null, 'the number is the micro-batch'),
-    el('li', null, swatch('var(--surface)', 'url(#hatch-idle)'), 'waiting (bubble)'),
-    timeline.inside.length > 0 &&
-      el(
-        'li',
-        null,
-        svg(
-          'svg',
-          {width: 22, height: 16, 'aria-hidden': 'true'},
-          svg('rect', {x: 0, y: 12, width: 14, height: 4, fill: 'var(--text)'}),
-        ),
-        'bar at the foot: share spent in collectives',
-      ),
-    timeline.critical.length > 0 &&
-      el(
-        'li',
-        null,
-        svg(
-          'svg',
-          {width: 22, height: 16, 'aria-hidden': 'true'},
-          svg('rect', {
-            x: 1,
-            y: 2,
-            width: 20,
-            height: 12,
-            fill: 'none',
-            stroke: 'var(--critical)',
-            'stroke-width': 2.5,
-          }),
-        ),
-        'on the critical path',
-      ),
-    timeline.measured && el('li', null, 'lower, thinner row: as measured'),
-  );
+  const mark = (look) =>
+    svg('svg', {width: 22, height: 16, 'aria-hidden': 'true'}, svg('rect', look));
+  const foot = {x: 0, y: 12, width: 14, height: 4, fill: 'var(--text)'};
+  const frame = {x: 1, y: 2, width: 20, height: 12, fill: 'none', stroke: 'var(--critical)', 'stroke-width': 2.5};
+  return legend('Blocks', [
+    ...kinds.map((kind) => [el('strong', null, kind), SPAN_WORDS[kind] || kind]),
+    [swatch(tint(0)), 'forward, pale'],
+    [swatch(deepTint(0)), 'backward, deep'],
+    'the number is the micro-batch',
+    [swatch('var(--surface)', 'url(#hatch-idle)'), 'waiting (bubble)'],
+    timeline.inside.length > 0 && [mark(foot), 'bar at the foot: share spent in collectives'],
+    timeline.critical.length > 0 && [mark(frame), 'on the critical path'],
+    timeline.measured && 'lower, thinner row: as measured',
+  ]);
 }
 
 function insideTable(timeline) {
-  return el(
-    'div',
-    null,
-    el('h3', null, 'Collectives inside of the computations'),
+  return titled(
+    'Collectives inside of the computations',
     table(
       'Per micro-batch: part of the blocks above',
       ['stage', 'kind', 'along', 'during', 'times', 'bytes each', 'take together'],

@@ -19,22 +19,15 @@ function drawMemory(plan) {
     for (const button of overview.querySelectorAll('button'))
       button.setAttribute('aria-pressed', String(button.dataset.lane === String(index)));
   };
-  const list = (indices) =>
+  const add = (indices) =>
     indices.forEach((index) => overview.append(...overviewRow(lanes[index], index, most, show)));
-  list(order.slice(0, LANES_LISTED));
+  add(order.slice(0, LANES_LISTED));
   const more =
     order.length > LANES_LISTED &&
-    el(
-      'button',
-      {
-        type: 'button',
-        onclick: () => {
-          list(order.slice(LANES_LISTED));
-          more.remove();
-        },
-      },
-      `Show all ${order.length} lanes`,
-    );
+    button(`Show all ${order.length} lanes`, () => {
+      add(order.slice(LANES_LISTED));
+      more.remove();
+    });
   show(order[0]);
   return [
     memoryLegend(lanes),
@@ -65,27 +58,21 @@ function memoryKinds(lane) {
 
 function memoryLegend(lanes) {
   const kinds = new Map(lanes.flatMap((lane) => memoryKinds(lane)));
-  return el(
-    'ul',
-    {class: 'legend', 'aria-label': 'Kinds of memory'},
-    [...kinds]
-      .sort((a, b) => a[1] - b[1])
-      .map(([kind, index]) => el('li', null, swatch(memoryPaint(index), MEMORY_PATTERNS[index]), kind)),
+  const sorted = [...kinds].sort((a, b) => a[1] - b[1]);
+  return legend(
+    'Kinds of memory',
+    sorted.map(([kind, index]) => [swatch(memoryPaint(index), MEMORY_PATTERNS[index]), kind]),
   );
+}
+
+/** The bytes that a lane holds at one of its moments. */
+function heldAt(lane, at) {
+  return lane.stacks.reduce((total, stack) => total + stack[at], 0);
 }
 
 /** The place in a lane's times where the sum is greatest. */
 function peakIndex(lane) {
-  let best = 0;
-  let most = -1;
-  lane.seconds.forEach((_, at) => {
-    const sum = lane.stacks.reduce((total, stack) => total + stack[at], 0);
-    if (sum > most) {
-      most = sum;
-      best = at;
-    }
-  });
-  return best;
+  return lane.seconds.reduce((best, _, at) => (heldAt(lane, at) > heldAt(lane, best) ? at : best), 0);
 }
 
 function overviewRow(lane, index, most, show) {
@@ -95,24 +82,15 @@ function overviewRow(lane, index, most, show) {
     const width = (stack[at] / most) * 100;
     const place = {x: `${left}%`, y: 1, width: `${width}%`, height: 16};
     left += width;
-    return (
-      width > 0 && [
-        svg('rect', {...place, fill: memoryPaint(kind)}),
-        MEMORY_PATTERNS[kind] && svg('rect', {...place, fill: MEMORY_PATTERNS[kind]}),
-      ]
-    );
+    return width > 0 && patterned('rect', place, memoryPaint(kind), MEMORY_PATTERNS[kind]);
   });
   const capacity = `${(lane.capacity_bytes / most) * 100}%`;
   return [
-    el(
-      'button',
-      {type: 'button', 'data-lane': index, 'aria-pressed': 'false', onclick: () => show(index)},
-      short(lane.label, 60),
-    ),
+    button(short(lane.label, 60), () => show(index), {'data-lane': index, 'aria-pressed': 'false'}),
     svg(
       'svg',
       {'aria-hidden': 'true'},
-      bars.flat(),
+      bars,
       lane.capacity_bytes <= most &&
         svg('line', {x1: capacity, x2: capacity, y1: 0, y2: 18, stroke: 'var(--bad)', 'stroke-width': 2.5}),
     ),
@@ -129,21 +107,10 @@ function memoryFigure(lane, step) {
   const end = step || lane.seconds[lane.seconds.length - 1] || 1;
   const top = memoryTop(lane) * 1.06;
   const x = (time) => size.left + (Math.min(time, end) / end) * (size.width - size.left - size.right);
-  const y = (value) => size.height - size.bottom - (value / top) * (size.height - size.top - size.bottom);
-  const chart = svg('svg', {
-    class: 'chart',
-    viewBox: `0 0 ${size.width} ${size.height}`,
-    role: 'img',
-    'aria-label':
-      `Memory of ${lane.label}: peak ${formatBytes(lane.peak_bytes)} at ${formatSeconds(lane.peak_at)} ` +
-      `of ${formatBytes(lane.capacity_bytes)}`,
-  });
-  for (const value of ticks(top, 5, 1024)) {
-    chart.append(
-      svg('line', {class: 'axis', x1: size.left, x2: size.width - size.right, y1: y(value), y2: y(value)}),
-      svg('text', {class: 'muted', x: size.left - 6, y: y(value) + 4, 'text-anchor': 'end'}, formatBytes(value)),
-    );
-  }
+  const words =
+    `Memory of ${lane.label}: peak ${formatBytes(lane.peak_bytes)} at ${formatSeconds(lane.peak_at)} ` +
+    `of ${formatBytes(lane.capacity_bytes)}`;
+  const {chart, y, across} = emptyChart(size, words, top, ticks(top, 5, 1024), formatBytes);
   for (const time of ticks(end, 6))
     chart.append(
       svg('text', {class: 'muted', x: x(time), y: size.height - 10, 'text-anchor': 'middle'}, formatSeconds(time)),
@@ -158,50 +125,20 @@ function memoryFigure(lane, step) {
     chart.append(svg('path', {class: 'area', d, fill: memoryPaint(index)}));
     if (MEMORY_PATTERNS[index]) chart.append(svg('path', {d, fill: MEMORY_PATTERNS[index]}));
   }
-  if (lane.capacity_bytes > top) {
-    chart.append(
-      svg(
-        'text',
-        {class: 'capacity-text', x: size.width - size.right, y: 14, 'text-anchor': 'end'},
-        `the device has ${formatBytes(lane.capacity_bytes)}, far above`,
-      ),
-    );
-  } else if (lane.capacity_bytes) {
-    chart.append(
-      svg('line', {
-        class: 'capacity',
-        x1: size.left,
-        x2: size.width - size.right,
-        y1: y(lane.capacity_bytes),
-        y2: y(lane.capacity_bytes),
-      }),
-      svg(
-        'text',
-        {class: 'capacity-text', x: size.width - size.right, y: y(lane.capacity_bytes) - 5, 'text-anchor': 'end'},
-        `the device has ${formatBytes(lane.capacity_bytes)}`,
-      ),
-    );
+  if (lane.capacity_bytes) {
+    const above = lane.capacity_bytes > top;
+    const place = {x: size.width - size.right, y: above ? 14 : y(lane.capacity_bytes) - 5, 'text-anchor': 'end'};
+    const text = `the device has ${formatBytes(lane.capacity_bytes)}${above ? ', far above' : ''}`;
+    if (!above) chart.append(svg('line', {class: 'capacity', ...across(lane.capacity_bytes)}));
+    chart.append(svg('text', {class: 'capacity-text', ...place}, text));
   }
+  const peak = {x: x(lane.peak_at), y: y(lane.peak_bytes)};
+  const late = lane.peak_at > end * 0.75;
+  const look = {class: 'halo', 'text-anchor': late ? 'end' : 'start', 'font-weight': 650};
+  const dot = {r: 4.5, fill: 'var(--text)', stroke: 'var(--surface)', 'stroke-width': 1.5};
   chart.append(
-    svg('circle', {
-      cx: x(lane.peak_at),
-      cy: y(lane.peak_bytes),
-      r: 4.5,
-      fill: 'var(--text)',
-      stroke: 'var(--surface)',
-      'stroke-width': 1.5,
-    }),
-    svg(
-      'text',
-      {
-        x: x(lane.peak_at) + (lane.peak_at > end * 0.75 ? -9 : 9),
-        y: y(lane.peak_bytes) - 8,
-        class: 'halo',
-        'text-anchor': lane.peak_at > end * 0.75 ? 'end' : 'start',
-        'font-weight': 650,
-      },
-      `peak ${formatBytes(lane.peak_bytes)}`,
-    ),
+    svg('circle', {cx: peak.x, cy: peak.y, ...dot}),
+    svg('text', {x: peak.x + (late ? -9 : 9), y: peak.y - 8, ...look}, `peak ${formatBytes(lane.peak_bytes)}`),
   );
   memoryCursor(chart, lane, end, size, x);
   return [
@@ -242,15 +179,9 @@ function memoryCursor(chart, lane, end, size, x) {
     const kinds = memoryKinds(lane)
       .filter(([, index]) => lane.stacks[index][at] > 0)
       .reverse();
-    const sum = lane.stacks.reduce((total, stack) => total + stack[at], 0);
-    showTip(
-      [
-        `${formatBytes(sum)} at ${formatSeconds(time)}`,
-        ...kinds.map(([kind, index]) => `${kind} ${formatBytes(lane.stacks[index][at])}`),
-      ].join('\n'),
-      event.clientX,
-      event.clientY,
-    );
+    const held = kinds.map(([kind, index]) => `${kind} ${formatBytes(lane.stacks[index][at])}`);
+    const sum = `${formatBytes(heldAt(lane, at))} at ${formatSeconds(time)}`;
+    showTip([sum, ...held].join('\n'), event.clientX, event.clientY);
   });
   chart.addEventListener('pointerleave', () => {
     hideTip();

@@ -15,11 +15,7 @@ function drawTraffic(plan) {
         null,
         all.length > 0 && [
           el('h3', null, 'From row to column, in a step'),
-          el(
-            'div',
-            {class: 'scroll', tabindex: '0', role: 'group', 'aria-label': 'Traffic matrix'},
-            trafficMatrix(labels, all),
-          ),
+          scrolling('Traffic matrix', trafficMatrix(labels, all)),
           tableOnDemand('The largest flows as a table', () =>
             table(
               `The ${Math.min(PAIRS_LISTED, all.length)} largest of ${all.length}`,

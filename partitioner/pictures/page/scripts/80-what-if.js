@@ -3,22 +3,8 @@
 function drawWhatIf(plan) {
   const {series, flips} = plan.what_if;
   return [
-    el(
-      'div',
-      {class: 'charts'},
-      series.map((one) => whatIfFigure(one)),
-    ),
-    flips.length > 0 &&
-      el(
-        'div',
-        null,
-        el('h3', null, 'Where another plan would win'),
-        el(
-          'ul',
-          null,
-          flips.map((line) => el('li', null, line)),
-        ),
-      ),
+    el('div', {class: 'charts'}, series.map(whatIfFigure)),
+    flips.length > 0 && titled('Where another plan would win', list(null, flips)),
     tableOnDemand('What if, as tables', () =>
       el(
         'div',
@@ -60,19 +46,8 @@ function whatIfFigure(one) {
   const top = Math.max(1e-12, ...timed.map((point) => point.step_seconds)) * 1.12;
   const x = (value) =>
     size.left + (high > low ? (at(value) - low) / (high - low) : 0.5) * (size.width - size.left - size.right);
-  const y = (value) => size.height - size.bottom - (value / top) * (size.height - size.top - size.bottom);
-  const chart = svg('svg', {
-    class: 'chart',
-    viewBox: `0 0 ${size.width} ${size.height}`,
-    role: 'img',
-    'aria-label': `${one.title}: ${one.points.map((point) => pointText(point, one)).join('; ')}`,
-  });
-  for (const value of ticks(top, 4)) {
-    chart.append(
-      svg('line', {class: 'axis', x1: size.left, x2: size.width - size.right, y1: y(value), y2: y(value)}),
-      svg('text', {class: 'muted', x: size.left - 5, y: y(value) + 4, 'text-anchor': 'end'}, formatSeconds(value)),
-    );
-  }
+  const words = `${one.title}: ${one.points.map((point) => pointText(point, one)).join('; ')}`;
+  const {chart, y} = emptyChart(size, words, top, ticks(top, 4), formatSeconds, 5);
   let lastLabel = -Infinity;
   for (const point of one.points) {
     const name = short(pointName(point, one), 12);
@@ -84,15 +59,7 @@ function whatIfFigure(one) {
     chart.append(
       svg('path', {class: 'series', d: `M${timed.map((point) => `${x(point.x)} ${y(point.step_seconds)}`).join('L')}`}),
     );
-  for (const point of one.points)
-    chart.append(
-      whatIfPoint(
-        point,
-        one,
-        x(point.x),
-        point.step_seconds === null ? size.height - size.bottom : y(point.step_seconds),
-      ),
-    );
+  for (const point of one.points) chart.append(whatIfPoint(point, one, x(point.x), y(point.step_seconds ?? 0)));
   return el(
     'figure',
     null,

@@ -99,13 +99,7 @@ function drawDifferences() {
     'section',
     {class: 'part', id: 'differences', 'aria-labelledby': 'h-differences'},
     el('h2', {id: 'h-differences'}, 'Differences'),
-    report.differences.length
-      ? el(
-          'ul',
-          null,
-          report.differences.map((line) => el('li', null, line)),
-        )
-      : el('p', null, 'The two plans do not differ.'),
+    report.differences.length ? list(null, report.differences) : el('p', null, 'The two plans do not differ.'),
   );
 }
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from partitioner.pictures.packed import OF, RUNS, TEXTS, packed
-from partitioner.pictures.page import escaped_json
+from partitioner.pictures.page import OF, RUNS, TEXTS, escaped_json, packed
 from tests.support.made_reports import hostile_report, made_report
 from tests.support.unpacked import unpacked
 
