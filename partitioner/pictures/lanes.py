@@ -109,11 +109,11 @@ def critical_path(lanes: Lanes) -> tuple[list[tuple[int, int]], dict[tuple[int, 
     for number, lane in enumerate(lanes.lanes):
         for index, span in enumerate(lane.spans):
             if span.start_seconds - _end_before(lanes, number, index) > lanes.step_seconds * ROUNDING:
-                cause, _, transfer = _cause(lanes, arrivals, number, index)
+                cause, _, waited_for = _cause(lanes, arrivals, number, index)
                 if span.letter == "R":
                     waits[number, index] = _sum_text(lanes, number, cause)
-                elif transfer is not None:
-                    waits[number, index] = _wait_text(lanes, transfer)
+                elif waited_for is not None:
+                    waits[number, index] = _wait_text(lanes, waited_for)
     return _path(lanes, arrivals), waits
 
 
