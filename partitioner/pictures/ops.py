@@ -29,7 +29,7 @@ AMOUNTS = (
     "forward_seconds",
     "backward_seconds",
 )
-"""What an op of a kind takes, as in ``OpKind``."""
+"""Fields of ``OpKind`` that ops are added up by."""
 
 
 def op_graph_data(plan: PlanData | None, outline: ModelOutline | None = None) -> dict[str, Any] | None:
