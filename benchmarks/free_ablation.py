@@ -1,11 +1,11 @@
-"""Ablation of the free search: what each method and each number of ``FreeTuning`` is worth.
+"""Ablation of the free search: what each method and each constant is worth.
 
     python -m benchmarks.free_ablation                              all rows on all cases
-    python -m benchmarks.free_ablation --rows 'starts*,no *' --cases 'lstm*,moe*'
+    python -m benchmarks.free_ablation --rows 'other*,no *' --cases 'lstm*,moe*'
     python -m benchmarks.free_ablation --record runs.json           keep what was run; run only what is new
 
-A row is one change of the record, everything else as it is. The clock stands still, so searches end by the work they
-have done, whatever else the machine does; as simulations then seem to take no time, ``most_quiet`` is what two seconds
+A row is one change of constants, everything else as it is. The clock stands still, so searches end by the work they
+have done, whatever else the machine does; as simulations then seem to take no time, ``MOST_QUIET`` is what two seconds
 hold of simulations of 0.1 s.
 
     step    simulated step divided by the step with everything on: geometric mean, least and most of all cases
@@ -17,13 +17,15 @@ hold of simulations of 0.1 s.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import fnmatch
+import importlib
 import json
 import math
 import os
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 from unittest import mock
@@ -40,12 +42,11 @@ from passes.graph.graph import OpGraph
 from passes.lower.job import Job
 from passes.search.free.request import FreeRequest, Objective
 from passes.search.free.rounds import place_rounds
-from passes.search.free.tuning import FreeTuning
 from passes.search.free.variants import TimeBudget, layer_start
 from passes.search.judge import Judge
 from passes.search.outcome import Outcome
 
-BASE = FreeTuning(most_quiet=16, most_seeds=2)
+BASE = {"free.judge.MOST_QUIET": 16}
 """Everything on."""
 SLOWER = 1.005
 """Ratio of steps from which a case counts as slower."""
@@ -92,90 +93,67 @@ CASES: dict[str, Case] = {
     "gpt2-tight": Case("gpt2", "tight", 16, settings={"seq": "256", "layers": "2"}, microbatches=4),
 }
 
-Change = Mapping[str, Any]
-FAMILIES = BASE.starts
-
-
-def _without(name: str) -> Change:
-    """A family of starts left out."""
-    return {"starts": tuple(family for family in FAMILIES if family != name)}
-
-
+Change = Mapping[str, float]
+"""Constants below ``passes.search`` by module and name, with other values."""
 METHODS: dict[str, Change] = {
-    "other random numbers": {"seed": 200},
-    "no earliest finish": _without("earliest finish"),
-    "no runs": _without("runs"),
-    "no modules apart": _without("modules apart"),
-    "no start from the layer-wise plan": {"from_layer_wise": False},
-    "no annealing of coarse units": {"anneal_steps_per_unit": 0},
-    "no refinement level by level": {"refine_steps_per_unit": 0},
-    "no annealing at all": {"anneal_steps_per_unit": 0, "refine_steps_per_unit": 0},
-    "no swaps in annealing": {"swap_share": 0.0},
-    "no stretches in annealing": {"one_share": 0.8},
-    "no exact program": {"exact_program": False},
-    "no programs over neighbourhoods": {"neighbourhood_programs": False},
-    "no integer programs": {"exact_program": False, "neighbourhood_programs": False},
-    "no climbing on the prediction": {"climb_leaders": 0},
-    "no modules moved in climbing": {"moved_stretch": 0.65},
-    "no stretches moved in climbing": {"moved_one": 0.85, "moved_stretch": 0.0},
-    "no climbing on the simulation": {"climbed": 0},
-    "climbing from one placement": {"climbed": 1, "climb_best": False},
-    "one set of random numbers": {"most_seeds": 1},
-    "one number of micro-batches in depth": {"deep_counts": 1},
-    "simulated by prediction alone": {"ranked_by": ("prediction",)},
-    "simulated by load alone": {"ranked_by": ("load",)},
-    "schedule list alone": {"schedules": ("list",)},
-    "schedule list-split alone": {"schedules": ("list-split",)},
-    "no merging of segments": {"merge_seconds": -1.0},
-    "no blocks": {"few_shapes": 0},
-    "one shape": {"few_shapes": 1},
-    "blocks not cut again": {"most_recuts": 0},
+    "other random numbers": {"free.search.SEED": 200},
+    "no start from the layer-wise plan": {"start": 0},
+    "no runs to start with": {"free.search.RUN_COUNTS": 0},
+    "no annealing": {"free.search.STEPS_PER_UNIT": 0},
+    "no exact program": {"free.search.EXACT_CHOICES": 0},
+    "no programs over pairs of devices": {"anywhere.pairs.MOST_TERMS": 0},
+    "no climbing on the prediction": {"free.search.CLIMB_LEADERS": 0},
+    "no climbing on the simulation": {"free.judge.MOST_QUIET": 0, "free.judge.LEAST_QUIET": 0},
+    "no swaps in climbing": {"anywhere.climb.SWAPS": 0.0},
+    "no modules moved in climbing": {"anywhere.climb.MODULES": 0.0},
+    "no stretches moved in climbing": {"anywhere.climb.SINGLE": 0.75},
+    "one number of micro-batches": {"free.place.FIRST_COUNTS": 1},
+    "no blocks": {"free.splits.MOST_BLOCK_DEVICES": 0},
 }
 """Methods switched off, one at a time; first the search as it is with other random numbers, which says what is luck."""
 
 NUMBERS = (
-    *("run_counts", "module_depth", "first_counts", "worth_depth", "coarse_units", "coarse_share", "leaders"),
     *(
-        "anneal_steps_per_unit",
-        "anneal_first",
-        "anneal_last",
-        "refine_steps_per_unit",
-        "refine_first",
-        "norm_power",
+        "free.search.CHAINS",
+        "free.search.STEPS_PER_UNIT",
+        "free.search.HOTTEST",
+        "free.search.POWER",
+        "free.search.EXACT_CHOICES",
     ),
-    *("exact_choices", "quiet_neighbourhoods", "freed_units", "climb_leaders", "climb_work", "climb_slack"),
+    *("free.search.CLIMB_LEADERS", "free.search.CLIMB_WORK", "free.search.QUIET_SHARE", "free.search.SLACK"),
+    *("anywhere.pairs.MOST_FREED", "free.predict.MESSAGE_SHARE", "free.predict.MOST_PLAYED"),
+    *("free.place.FIRST_COUNTS", "free.place.SIMULATIONS", "free.place.ROOM_LEFT"),
     *(
-        "message_share",
-        "most_played",
-        "simulations",
-        "climbed",
-        "predicted_per_simulation",
-        "simulated_slack",
+        "free.judge.PREDICTED_PER_SIMULATION",
+        "free.judge.CLIMBED",
+        "free.judge.SLACK",
+        "free.judge.MOST_QUIET",
     ),
     *(
-        "most_quiet",
-        "most_seeds",
-        "quiet_seeds",
-        "promising",
-        "recut_within",
-        "shape_numbers",
-        "large_family",
+        "free.rounds.PROMISING",
+        "free.shapes.SHAPE_NUMBERS",
+        "free.splits.LARGE_FAMILY",
+        "free.splits.WORTH_FAMILY",
     ),
-    "worth_family",
 )
-"""Fields that are halved and doubled."""
+"""Constants that are halved and doubled."""
+
+
+def _constant(name: str) -> tuple[Any, str]:
+    module, _, constant = name.rpartition(".")
+    return importlib.import_module(f"passes.search.{module}"), constant
 
 
 def rows() -> dict[str, Change]:
     """Every row by its name."""
-    found = dict(METHODS)
+    changes = dict(METHODS)
     for name in NUMBERS:
-        value = getattr(BASE, name)
+        value = BASE.get(name) or getattr(*_constant(name))
         for word, times in (("half", 0.5), ("double", 2.0)):
             other = type(value)(max(1, round(value * times)) if isinstance(value, int) else value * times)
             if other != value:
-                found[f"{name} {word}"] = {name: other}
-    return found
+                changes[f"{name} {word}"] = {name: other}
+    return changes
 
 
 @dataclass(frozen=True)
@@ -205,21 +183,21 @@ class Bench:
         """One search, or what is known of it."""
         key = f"{name} {json.dumps(change, sort_keys=True)} {seed}"
         if key not in self.runs:
-            tuning = replace(BASE, **change)
-            self.runs[key] = self._search(name, replace(tuning, seed=tuning.seed + seed))
+            self.runs[key] = self._search(name, {"free.search.SEED": seed, **BASE, **change})
             print(f"{key:60} {self.runs[key]}", file=sys.stderr, flush=True)
             if self.record is not None:
                 self.record.write_text(json.dumps({k: asdict(run) for k, run in self.runs.items()}, indent=1))
         return self.runs[key]
 
-    def _search(self, name: str, tuning: FreeTuning) -> Run:
+    def _search(self, name: str, change: Change) -> Run:
         case = self.cases[name]
         cluster = case.devices()
         job = Job(case.batch)
-        request = FreeRequest(
-            job, case.microbatches, objective=case.objective, split=case.split, tuning=tuning
-        )
-        with frozen():
+        request = FreeRequest(job, case.microbatches, objective=case.objective, split=case.split)
+        with frozen(), contextlib.ExitStack() as patches:
+            for key, value in change.items():
+                if key != "start":
+                    patches.enter_context(mock.patch.object(*_constant(key), value))
             if name not in self._ready:
                 graph = case.graph()
                 costs = costs_of(graph, cluster)
@@ -227,7 +205,7 @@ class Bench:
                 self._ready[name] = graph, costs, start
             graph, costs, start = self._ready[name]
             began = os.times().user
-            first = start if tuning.from_layer_wise else None
+            first = start if change.get("start", 1) else None
             try:
                 placed = place_rounds(graph, costs, cluster, request, first, TimeBudget.of(request))
             except InfeasibleError:

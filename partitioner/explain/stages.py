@@ -20,7 +20,7 @@ from passes.costs.costs import costs_of
 from passes.lower.job import Job
 from passes.search.explain import Way
 from passes.search.free.explain import moved_together, ways_elsewhere
-from passes.search.free.list_judge import ListJudge
+from passes.search.free.judge import ListJudge
 
 if TYPE_CHECKING:
     from partitioner.record.data import PlanData

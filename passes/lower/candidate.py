@@ -19,8 +19,6 @@ class Origin(Enum):
 
     EARLIEST_FINISH = "earliest finish"
     CONTIGUOUS_RUNS = "{} contiguous runs"
-    RUNS_OF_MODULES = "{} runs of modules"
-    MODULES_APART = "modules of depth {} apart"
     ANNEALED = "annealed"
     INTEGER_PROGRAM = "integer program"
     MOVED = "moved"

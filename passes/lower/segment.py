@@ -10,11 +10,9 @@ other way round, so it would be both an ancestor and a descendant of the same op
 
 from __future__ import annotations
 
-import math
 import operator
-import time
 from collections import defaultdict
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -155,43 +153,6 @@ def _units(
     return [units[number] for number in sorted(units)]
 
 
-def merge(
-    graph: OpGraph,
-    segmentation: Segmentation,
-    makespan: Callable[[Segmentation], float],
-    *,
-    limit: int = 200,
-    seconds: float = math.inf,
-) -> Segmentation:
-    """Merge pairs of one device group while the segments stay acyclic and ``makespan`` does not rise.
-
-    Greedy over pairs joined by an edge first, then over neighbours in topological order; at most ``limit`` trials, and
-    none begun after ``seconds``.
-    """
-    deadline = time.perf_counter() + seconds
-    best, best_seconds = segmentation, makespan(segmentation)
-    trials = 0
-    refused: set[tuple[frozenset[str], frozenset[str]]] = set()
-    progress = True
-    while progress and trials < limit and time.perf_counter() < deadline:
-        progress = False
-        for a, b in _mergeable(graph, best):
-            members = _members(best)
-            pair = (members[a], members[b])
-            if pair in refused:
-                continue
-            trials += 1
-            merged = _merged(graph, best, a, b)
-            merged_seconds = makespan(merged) if merged is not None else math.inf
-            if merged is not None and merged_seconds <= best_seconds * (1 + 1e-12):
-                best, best_seconds, progress = merged, min(merged_seconds, best_seconds), True
-                break
-            refused.add(pair)
-            if trials >= limit or time.perf_counter() > deadline:
-                return best
-    return best
-
-
 def segment_edges(graph: OpGraph, segment_of: Mapping[str, SegmentKey]) -> set[tuple[SegmentKey, SegmentKey]]:
     """(producer, consumer) pairs of different segments, whatever they are named by."""
     return {
@@ -201,36 +162,6 @@ def segment_edges(graph: OpGraph, segment_of: Mapping[str, SegmentKey]) -> set[t
         for user in node.users
         if user.name in segment_of and segment_of[user.name] != segment_of[node.name]
     }
-
-
-def _members(segmentation: Segmentation) -> list[frozenset[str]]:
-    members: list[set[str]] = [set() for _ in segmentation.ranks]
-    for name, segment in segmentation.segment_of.items():
-        members[segment].add(name)
-    return [frozenset(names) for names in members]
-
-
-def _mergeable(graph: OpGraph, segmentation: Segmentation) -> list[tuple[int, int]]:
-    ranks = segmentation.ranks
-    edges = segment_edges(graph, segmentation.segment_of)
-    last: dict[tuple[int, ...], int] = {}
-    neighbours: list[tuple[int, int]] = []
-    for index, group in enumerate(ranks):
-        if group in last:
-            neighbours.append((last[group], index))
-        last[group] = index
-    joined = sorted((a, b) for a, b in edges if ranks[a] == ranks[b])
-    return joined + [pair for pair in neighbours if pair not in edges]
-
-
-def _merged(graph: OpGraph, segmentation: Segmentation, a: int, b: int) -> Segmentation | None:
-    """``segmentation`` with b united with a; None if that closes a cycle."""
-    united = {name: a if segment == b else segment for name, segment in segmentation.segment_of.items()}
-    dag: nx.DiGraph[int] = nx.DiGraph(list(segment_edges(graph, united)))
-    if not nx.is_directed_acyclic_graph(dag):
-        return None
-    ranks: dict[object, tuple[int, ...]] = {s: segmentation.ranks[s] for s in set(united.values())}
-    return _numbered(graph, united, ranks, segmentation.recomputed)
 
 
 def _numbered(

@@ -17,6 +17,7 @@ class BoundMethod(Enum):
     LARGEST_UNIT = "the largest unit"
     SHARED_WORK = "all work shared without loss (linear relaxation)"
     INTEGER_PROGRAM = "integer program over all units"
+    SETS = "sets of one device, column generation"
     LONGEST_PATH = "longest path, work, largest op"
 
 

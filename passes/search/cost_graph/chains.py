@@ -26,9 +26,12 @@ from numpy.typing import NDArray
 from cost_models.arrays import FloatArray
 from passes.search.cost_graph.downsets import membership
 from passes.search.cost_graph.groups import GroupProblem
-from passes.search.cost_graph.tuning import TUNING
 
 ROUNDING = 1e-12
+WIDEST_NET = 24
+"""Groups of a net beyond which it is compared by itself: its one-hot rows would be too long."""
+CHUNK = 512
+"""Downsets that the dynamic program takes at once, to bound its memory."""
 
 
 @dataclass(frozen=True)
@@ -46,9 +49,7 @@ class Chain:
 
 def multiplications(problem: GroupProblem, downsets: int) -> float:
     """Estimate how many multiplications the whole program takes."""
-    return (
-        downsets * (downsets / 2) * (sum(min(len(pins), TUNING.widest_net) + 1 for pins in problem.nets) + 16)
-    )
+    return downsets * (downsets / 2) * (sum(min(len(pins), WIDEST_NET) + 1 for pins in problem.nets) + 16)
 
 
 class Chains:
@@ -92,7 +93,7 @@ class Chains:
         self.wide: list[tuple[float, NDArray[np.int64], int]] = []
         for pins, weight in zip(problem.nets, problem.weight.tolist(), strict=True):
             held = self.inside[:, list(pins)].sum(axis=1)
-            if len(pins) > TUNING.widest_net:
+            if len(pins) > WIDEST_NET:
                 self.wide.append((weight, held, len(pins)))
                 continue
             totals.append(weight)
@@ -114,10 +115,10 @@ class Chains:
         """Find the best chain."""
         bounds = [0, *(np.flatnonzero(np.diff(self.sizes)) + 1).tolist(), len(self.downsets)]
         for start, stop in pairwise(bounds[1:]):
-            for begin in range(start, stop, TUNING.chunk):
-                if time.monotonic() > self.deadline:
+            for begin in range(start, stop, CHUNK):
+                if time.perf_counter() > self.deadline:
                     return Chain(None, math.inf, finished=False)
-                self._step(start, begin, min(begin + TUNING.chunk, stop))
+                self._step(start, begin, min(begin + CHUNK, stop))
         value = float(self.best[-1, -1, -1])
         if value >= self.limit:
             return Chain(None, math.inf)

@@ -13,14 +13,27 @@ import time
 from collections.abc import Iterable
 
 from cost_models.errors import InfeasibleError
-from passes.search.cost_graph.bound import SetBound, load_bound
+from passes.search.anywhere.bound import simple_bound
 from passes.search.cost_graph.chains import Chain, Chains, multiplications
 from passes.search.cost_graph.downsets import Order, linear_orders, prefixes
 from passes.search.cost_graph.graph import PlacementGraph, evaluate
 from passes.search.cost_graph.groups import GroupProblem, contiguous_groups, free_groups
 from passes.search.cost_graph.result import PROVED, PlacementResult, certified, check_feasible
-from passes.search.cost_graph.tuning import TUNING
+from passes.search.cost_graph.set_bound import SetBound
 
+MOST_DOWNSETS = 40_000
+"""Downsets up to which the dynamic program runs over all of them; 2,774 take 0.4 s and time grows with their square
+(docs/14-graphs-from-elsewhere.md)."""
+MULTIPLICATIONS_PER_SECOND = 3e9
+"""Speed of the dynamic program on one core of a common machine, by which its time is estimated."""
+LISTED_SHARE = 0.5
+"""Share of the time limit that the program over all downsets may take."""
+FAMILY, NEAR = 2500, 200
+"""Downsets of a restricted family, and those looked at around each cut."""
+ORDERS = 4
+"""Random orders through the best cuts, per round."""
+QUIET_FAMILIES = 12
+"""Families without a better chain after which the search ends."""
 SPACE = "placements with an acyclic quotient of the forward graph over devices, equal colours together"
 
 
@@ -31,7 +44,7 @@ def place_contiguous(
 
     ``prove`` spends time on a bound where the method has none.
     """
-    started = time.monotonic()
+    started = time.perf_counter()
     deadline = started + time_limit
     until = started + (0.6 if prove else 1.0) * time_limit
     exact = _DownsetSearch(contiguous_groups(graph), time_limit)
@@ -40,7 +53,7 @@ def place_contiguous(
     if exact.listed is None and exact.problem.memory_binds:
         attempts.insert(0, _DownsetSearch(contiguous_groups(graph, join_sized=True), time_limit))
     for i, attempt in enumerate(attempts, 1):
-        attempt.search(time.monotonic() + (until - time.monotonic()) * i / len(attempts))
+        attempt.search(time.perf_counter() + (until - time.perf_counter()) * i / len(attempts))
     best = min(attempts, key=lambda attempt: attempt.chain.value)
     if best.chain.homes is None:
         raise InfeasibleError(
@@ -55,7 +68,7 @@ def place_contiguous(
         free = free_groups(graph)
         search = SetBound(free, value)
         search.know(free.of_groups(placement))
-        bound = max(bound, search.improve(load_bound(free), deadline).value)
+        bound = max(bound, search.improve(simple_bound(free.placement), deadline).seconds)
     return certified(
         graph,
         placement,
@@ -81,7 +94,7 @@ class _DownsetSearch:
         """Find the best chain, and say by which method; ``complete`` if it is the optimum."""
         problem, listed, order = self.problem, self.listed, Order(self.problem)
         lines = [prefixes(line) for line in linear_orders(problem, order)]
-        self.chain = Chains(problem, _union(lines, order.full, TUNING.family)).solve()
+        self.chain = Chains(problem, _union(lines, order.full, FAMILY)).solve()
         if listed is not None:
             full = Chains(problem, listed, limit=_above(self.chain.value), deadline=deadline).solve()
             if full.finished:
@@ -90,11 +103,11 @@ class _DownsetSearch:
                 self.complete = True
                 return
         rounds, quiet, dice = 0, 0, random.Random(0)
-        while time.monotonic() < deadline and quiet < TUNING.quiet_families:
+        while time.perf_counter() < deadline and quiet < QUIET_FAMILIES:
             cuts = self.chain.cuts
-            through = [prefixes(_through(order, cuts, dice)) for _ in range(TUNING.orders)]
-            near = [_near(order, cut, TUNING.near) for cut in cuts]
-            wider = _union([*through, *near, cuts], order.full, TUNING.family)
+            through = [prefixes(_through(order, cuts, dice)) for _ in range(ORDERS)]
+            near = [_near(order, cut, NEAR) for cut in cuts]
+            wider = _union([*through, *near, cuts], order.full, FAMILY)
             found = Chains(problem, wider, limit=_above(self.chain.value), deadline=deadline).solve()
             rounds += 1
             better = found.homes is not None and found.value < self.chain.value * (1 - 1e-9)
@@ -106,7 +119,7 @@ class _DownsetSearch:
 
     def bound(self, value: float, deadline: float) -> float:
         """Bound all contiguous placements: by the optimum, if this is it, or by that without limits on memory."""
-        simple = load_bound(self.problem).value
+        simple = simple_bound(self.problem.placement).seconds
         if not self.complete or self.listed is None:
             return simple
         if self.problem.lossless:
@@ -120,8 +133,8 @@ class _DownsetSearch:
 
 def _listed(problem: GroupProblem, time_limit: float) -> list[int] | None:
     """List all downsets, where time suffices to look at all pairs of them."""
-    affordable = TUNING.listed_share * time_limit * TUNING.multiplications_per_second
-    most = TUNING.most_downsets
+    affordable = LISTED_SHARE * time_limit * MULTIPLICATIONS_PER_SECOND
+    most = MOST_DOWNSETS
     while most > 64 and multiplications(problem, most) > affordable:
         most = most * 3 // 4
     return Order(problem).all_downsets(most)

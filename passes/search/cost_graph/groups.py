@@ -19,6 +19,7 @@ import networkx as nx
 import numpy as np
 
 from cost_models.arrays import FloatArray
+from passes.search.anywhere.problem import Home, Net, PlacementProblem
 from passes.search.cost_graph.graph import GraphMachine, PlacementGraph
 
 
@@ -45,6 +46,30 @@ class GroupProblem:
     @property
     def count(self) -> int:
         return len(self.members)
+
+    @cached_property
+    def placement(self) -> PlacementProblem:
+        """Groups as units of the general problem: accelerators pay for nets, once, and have memory."""
+        machine, kinds = self.machine, (self.machine.accelerators, self.machine.cpus)
+        seconds = np.repeat(np.stack([self.accelerator_cost, self.cpu_cost]), kinds, axis=0)
+        nothing, links = np.zeros(len(self.nets)), np.zeros((sum(kinds), sum(kinds)))
+        return PlacementProblem(
+            seconds=np.where(np.isinf(seconds), 0.0, seconds),
+            unit_bytes=self.size,
+            nets=tuple(Net(first, tuple(others)) for first, *others in self.nets),
+            messages=nothing,
+            net_bytes=self.weight,
+            received_bytes=nothing,
+            ties=(),
+            tie_bytes=np.zeros(0),
+            tie_seconds=np.zeros((sum(kinds), 0)),
+            sum_bytes=np.zeros(0),
+            latency=links,
+            seconds_per_byte=links,
+            capacity_bytes=np.repeat([machine.memory_size, math.inf], kinds),
+            allowed=~np.isinf(seconds),
+            paid_once=np.repeat([1.0, 0.0], kinds),
+        )
 
     @cached_property
     def nets_of(self) -> tuple[tuple[int, ...], ...]:
@@ -76,6 +101,12 @@ class GroupProblem:
         """True if everything on one accelerator would be too much for it."""
         return math.fsum(self.size) > self.machine.memory_size
 
+    def alone(self) -> list[Home]:
+        """Return the placements of everything on one accelerator, and on one CPU."""
+        machine = self.machine
+        devices = {0, machine.accelerators}
+        return [(device,) * self.count for device in sorted(devices) if device < len(machine.devices)]
+
     def of_nodes(self, homes: Sequence[int]) -> tuple[int, ...]:
         """Turn a device per group into a device per node."""
         placement = [0] * sum(map(len, self.members))
@@ -84,7 +115,7 @@ class GroupProblem:
                 placement[v] = int(homes[g])
         return tuple(placement)
 
-    def of_groups(self, placement: Sequence[int]) -> tuple[int, ...]:
+    def of_groups(self, placement: Sequence[int]) -> Home:
         """Turn a device per node into that of every group's costliest node: what costs nothing follows it."""
         return tuple(placement[v] for v in self.costliest)
 
@@ -123,33 +154,6 @@ def contiguous_groups(graph: PlacementGraph, *, join_sized: bool = False) -> Gro
             graph, _joined(problem, joined), order, lossless=not problem.memory_binds or not join_sized
         )
     return problem
-
-
-def group_loads(problem: GroupProblem, homes: Sequence[int]) -> list[float]:
-    """Return the load of every device, shape [devices]."""
-    machine = problem.machine
-    load = [0.0] * len(machine.devices)
-    for g, home in enumerate(homes):
-        kind = problem.accelerator_cost if home < machine.accelerators else problem.cpu_cost
-        load[home] += float(kind[g])
-    for e, pins in enumerate(problem.nets):
-        touched = {homes[g] for g in pins}
-        if len(touched) > 1:
-            for device in touched:
-                if device < machine.accelerators:
-                    load[device] += float(problem.weight[e])
-    return load
-
-
-def fits(problem: GroupProblem, homes: Sequence[int]) -> bool:
-    """Tell whether accelerators can hold and run what is placed on them."""
-    machine = problem.machine
-    held = np.bincount(np.asarray(homes), weights=problem.size, minlength=len(machine.devices))
-    allowed = all(
-        home >= machine.accelerators or np.isfinite(problem.accelerator_cost[g])
-        for g, home in enumerate(homes)
-    )
-    return allowed and bool((held[: machine.accelerators] <= machine.memory_size).all())
 
 
 def _by_colour(graph: PlacementGraph) -> list[list[int]]:

@@ -11,7 +11,7 @@ whenever a device is free, of its nodes whose inputs are there, the one with the
 its cheapest). Makespan: when the last node ends.
 
 Search: each group where it ends soonest, in the order of the longest way (HEFT: Topcuoglu, Hariri, Wu 2002), placements for
-throughput and on one device, then single groups and stretches of the graph moved, better and, while hot, sometimes worse.
+throughput and on one device, then local search (``anywhere.climb``).
 Bound: the longest path with each node at its cheapest and nothing sent; all work shared without loss; the largest group.
 """
 
@@ -23,20 +23,27 @@ import random
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from functools import partial
 
 import networkx as nx
 
 from cost_models.errors import InfeasibleError
-from passes.search.cost_graph.bound import load_bound
+from passes.search.anywhere.bound import simple_bound
+from passes.search.anywhere.climb import Neighbourhood, climb
+from passes.search.anywhere.problem import Home, legal
 from passes.search.cost_graph.contiguous import place_contiguous
 from passes.search.cost_graph.graph import PlacementGraph
-from passes.search.cost_graph.groups import GroupProblem, colour_groups, fits
+from passes.search.cost_graph.groups import GroupProblem, colour_groups
 from passes.search.cost_graph.result import PROVED, PlacementResult, certified, check_feasible
 from passes.search.cost_graph.throughput import lines
-from passes.search.cost_graph.tuning import TUNING
 from passes.search.heft import earliest_finish
 
+START_SHARE = 0.15
+"""Share of the time limit for the contiguous placement to start from."""
+QUIET_MOVES = 20_000
+"""Moves without a better placement after which the search ends; at least twenty per group."""
+SLACK = 0.02
+"""Share by which a neighbour may be slower and be gone on from, as in the free search."""
 MAKESPAN = "makespan of one batch"
 SPACE = "all placements with equal colours together, nodes in the order of a list schedule"
 
@@ -125,50 +132,60 @@ def latency_bound(graph: PlacementGraph) -> float:
     """Return a time that no placement is done before."""
     scheduler = Scheduler(graph)
     problem = colour_groups(graph)
-    return max(max(scheduler.way, default=0.0), load_bound(problem).value)
+    return max(max(scheduler.way, default=0.0), simple_bound(problem.placement).seconds)
 
 
 def place_for_latency(graph: PlacementGraph, time_limit: float = 60.0, *, seed: int = 0) -> PlacementResult:
     """Find the least makespan of one batch over placements that fit."""
-    started = time.monotonic()
+    started = time.perf_counter()
     problem = colour_groups(graph)
     check_feasible(graph, problem)
-    bound = latency_bound(graph)
-    search = _LatencySearch(graph, problem, started + time_limit, random.Random(seed))
-    for homes in _starts(graph, problem, search.scheduler, TUNING.start_share * time_limit):
-        search.offer(homes)
-    if search.homes is None:
+    bound, scheduler, tried = latency_bound(graph), Scheduler(graph), 0
+
+    def measure(home: Home) -> float:
+        nonlocal tried
+        if not legal(problem.placement, home):
+            return math.inf
+        tried += 1
+        return scheduler.makespan(problem.of_nodes(home))
+
+    starts = _starts(graph, problem, scheduler, START_SHARE * time_limit)
+    home = min(starts, key=measure)
+    if math.isinf(measure(home)):
         raise InfeasibleError(
             "no placement that fits the accelerators' memory was found",
             [f"{len(graph.nodes)} nodes on {len(graph.machine.devices)} devices"],
             ["use more devices or more memory"],
         )
-    search.climb(bound)
-    placement = problem.of_nodes(search.homes)
+    around = Neighbourhood(problem.placement, lines(graph, problem))
+    home = climb(
+        measure,
+        home,
+        partial(around.draw, draw=random.Random(seed)),
+        quiet=max(QUIET_MOVES, 20 * problem.count),
+        deadline=started + time_limit,
+        slack=SLACK,
+        least=bound * (1 + PROVED),
+    )
+    placement = problem.of_nodes(home)
     return certified(
         graph,
         placement,
-        search.scheduler.makespan(placement),
+        scheduler.makespan(placement),
         bound,
         objective=MAKESPAN,
         space=SPACE,
-        method=f"list schedules of {search.tried:,} placements; bound: longest path, work, largest group",
+        method=f"list schedules of {tried:,} placements; bound: longest path, work, largest group",
         started=started,
         time_limit=time_limit,
     )
 
 
-def _starts(
-    graph: PlacementGraph, problem: GroupProblem, scheduler: Scheduler, seconds: float
-) -> list[tuple[int, ...]]:
-    machine = problem.machine
-    found = [
-        (device,) * problem.count for device in {0, machine.accelerators} if device < len(machine.devices)
-    ]
-    found.append(_earliest_finish(problem, scheduler))
+def _starts(graph: PlacementGraph, problem: GroupProblem, scheduler: Scheduler, seconds: float) -> list[Home]:
+    starts = [*problem.alone(), _earliest_finish(problem, scheduler)]
     with suppress(InfeasibleError):  # contiguity is not asked for: one start less
-        found.append(problem.of_groups(place_contiguous(graph, seconds, prove=False).placement))
-    return found
+        starts.append(problem.of_groups(place_contiguous(graph, seconds, prove=False).placement))
+    return starts
 
 
 def _earliest_finish(problem: GroupProblem, scheduler: Scheduler) -> tuple[int, ...]:
@@ -193,69 +210,3 @@ def _earliest_finish(problem: GroupProblem, scheduler: Scheduler) -> tuple[int, 
         sizes=problem.size.tolist(),
         room=[machine.memory_size] * machine.accelerators + [math.inf] * machine.cpus,
     )
-
-
-@dataclass
-class _LatencySearch:
-    graph: PlacementGraph
-    problem: GroupProblem
-    deadline: float
-    dice: random.Random
-    homes: tuple[int, ...] | None = None
-    value: float = math.inf
-    tried: int = 0
-
-    def __post_init__(self) -> None:
-        self.scheduler = Scheduler(self.graph)
-        self.lines = lines(self.graph, self.problem)
-
-    def offer(self, homes: tuple[int, ...]) -> float:
-        """Keep a placement if it fits and is the best so far, and return its makespan."""
-        if not fits(self.problem, homes):
-            return math.inf
-        self.tried += 1
-        value = self.scheduler.makespan(self.problem.of_nodes(homes))
-        if value < self.value * (1 - 1e-12):
-            self.homes, self.value = homes, value
-        return value
-
-    def climb(self, bound: float) -> None:
-        """Move on from the best placement, at a temperature that falls with the time that is left."""
-        devices, count = len(self.problem.machine.devices), self.problem.count
-        if self.homes is None or devices < 2:
-            return
-        started = time.monotonic()
-        current, value = self.homes, self.value
-        quiet, patience = 0, max(TUNING.quiet_moves, 20 * count)
-        while quiet < patience and self.value - bound > PROVED * self.value:
-            now = time.monotonic()
-            if now > self.deadline:
-                break
-            share = (now - started) / max(self.deadline - started, 1e-9)
-            heat = 0.02 * self.value * (1 - share) ** 2
-            changed = self._changed(current, devices)
-            before = self.value
-            found = self.offer(changed)
-            quiet = 0 if self.value < before else quiet + 1
-            if found - value <= heat * self.dice.expovariate(1.0):
-                current, value = changed, found
-            elif quiet % 2000 == 1999:
-                current, value = self.homes, self.value
-
-    def _changed(self, homes: tuple[int, ...], devices: int) -> tuple[int, ...]:
-        line = self.dice.choice(self.lines)
-        length = (
-            1
-            if self.dice.random() < 0.6
-            else min(len(line), int(2 * (len(line) / 4 + 1) ** self.dice.random()))
-        )
-        start = self.dice.randrange(len(line) - length + 1)
-        target = self.dice.randrange(devices)
-        found = list(homes)
-        if length == 1 and self.dice.random() < 0.3:
-            other = self.dice.randrange(len(line))
-            found[line[start]], found[other] = found[other], found[line[start]]
-        else:
-            for g in line[start : start + length]:
-                found[g] = target
-        return tuple(found)

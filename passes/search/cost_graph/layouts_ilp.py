@@ -31,13 +31,14 @@ from passes.search.cost_graph.layouts import (
     layout_result,
 )
 from passes.search.cost_graph.layouts_cut import cut_layouts
-from passes.search.cost_graph.tuning import TUNING
 from passes.search.ilp import IntegerProgram, Terms, Variable
 
 PROVED = 1e-7
 """The solver's tolerance, as elsewhere."""
 ABSOLUTE = 1e-6
 """The solver's tolerance in scaled units, of 100 for the value known."""
+FAR = 0.5
+"""Share of the value that a program was scaled to: a step below it is the start of another program."""
 LAYOUTS: tuple[SplitBy, ...] = ("samples", "features", "inputs")
 SPACE = "every op on all devices, by samples, by features or by inputs"
 
@@ -70,19 +71,19 @@ def _check_prices(problem: LayoutProblem) -> None:
 
 def improve_layouts(problem: LayoutProblem, start: LayoutResult, time_limit: float) -> LayoutResult:
     """Find the best layouts of three kinds, or the best until time is up; ``start`` where nothing is better than it."""
-    started = time.monotonic()
+    started = time.perf_counter()
     deadline = started + time_limit
     best, costs = start.layouts, start.costs
     while True:
         known = costs.step_seconds
         model = _LayoutProgram(problem, known)
-        layouts, bound, variables = model.solve(max(0.0, deadline - time.monotonic()))
+        layouts, bound, variables = model.solve(max(0.0, deadline - time.perf_counter()))
         if layouts is not None:
             found = evaluate_layouts(problem, layouts)
             if found.step_seconds < known:
                 best, costs = layouts, found
         # the solver's tolerances are those of what was known: far below it, it has not looked closely
-        if not 0 < costs.step_seconds < TUNING.far * known or time.monotonic() >= deadline:
+        if not 0 < costs.step_seconds < FAR * known or time.perf_counter() >= deadline:
             break
     value = costs.step_seconds
     return layout_result(
@@ -91,7 +92,7 @@ def improve_layouts(problem: LayoutProblem, start: LayoutResult, time_limit: flo
         value if value - bound <= PROVED * value else bound,
         space=SPACE,
         method=f"integer program of {variables:,} variables (HiGHS), from the {start.certificate.method} without inputs",
-        search_seconds=start.certificate.search_seconds + time.monotonic() - started,
+        search_seconds=start.certificate.search_seconds + time.perf_counter() - started,
     )
 
 

@@ -7,96 +7,51 @@ falls.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter, defaultdict
 
 import numpy as np
 
+from passes.search.anywhere.placements import Placements
+from passes.search.anywhere.problem import Home
 from passes.search.cost_graph.graph import PlacementGraph
-from passes.search.cost_graph.groups import GroupProblem, group_loads
-from passes.search.cost_graph.tuning import TUNING
+from passes.search.cost_graph.groups import GroupProblem
 
 ROUNDING = 1e-9
+PASSES = 8
+"""Passes over all groups, at most: each ends where nothing moves any more, mostly after two."""
 
 
-class _Refinement:
-    def __init__(self, graph: PlacementGraph, problem: GroupProblem, homes: Sequence[int]) -> None:
-        self.problem, self.homes = problem, list(homes)
-        self.accelerators = problem.machine.accelerators
-        self.load = group_loads(problem, homes)
-        self.top = max(self.load)
-        self.memory = np.bincount(homes, weights=problem.size, minlength=len(self.load)).tolist()
-        self.held: list[dict[int, int]] = [{} for _ in problem.nets]
-        for e, pins in enumerate(problem.nets):
-            for g in pins:
-                self.held[e][self.homes[g]] = self.held[e].get(self.homes[g], 0) + 1
-        group_of = {v: g for g, nodes in enumerate(problem.members) for v in nodes}
-        self.beside: list[dict[int, int]] = [{} for _ in problem.members]
-        for u, v in graph.edges:
-            g, h = group_of[u], group_of[v]
-            if g != h:
-                self.beside[g][h] = self.beside[g].get(h, 0) + 1
-                self.beside[h][g] = self.beside[h].get(g, 0) + 1
-
-    def cost(self, g: int, device: int) -> float:
-        kind = self.problem.accelerator_cost if device < self.accelerators else self.problem.cpu_cost
-        return float(kind[g])
-
-    def changes(self, g: int, target: int) -> dict[int, float]:
-        """Return the loads that change, and by how much, if ``g`` goes to ``target``."""
-        home = self.homes[g]
-        found = {home: -self.cost(g, home), target: self.cost(g, target)}
-        for e in self.problem.nets_of[g]:
-            held, weight = self.held[e], float(self.problem.weight[e])
-            leaves, arrives = held[home] == 1, target not in held
-            before, after = len(held), len(held) - leaves + arrives
-            for device in {*held, target}:
-                if device >= self.accelerators:
-                    continue
-                paid = before > 1 and device in held
-                pays = after > 1 and (
-                    device == target or (device in held and not (device == home and leaves))
-                )
-                if paid != pays:
-                    found[device] = found.get(device, 0.0) + (weight if pays else -weight)
-        return found
-
-    def try_moving(self, g: int, target: int) -> bool:
-        """Move ``g`` if that sends less."""
-        home, size = self.homes[g], float(self.problem.size[g])
-        if target < self.accelerators and self.memory[target] + size > self.problem.machine.memory_size:
-            return False
-        changes = self.changes(g, target)
-        if any(self.load[d] + change > max(self.load[d], self.top) for d, change in changes.items()):
-            return False
-        total = sum(changes.values())
-        crossing = sum(
-            count * ((self.homes[h] != target) - (self.homes[h] != home))
-            for h, count in self.beside[g].items()
-        )
-        if total > -ROUNDING * self.top and not (abs(total) <= ROUNDING * self.top and crossing < 0):
-            return False
-        for device, change in changes.items():
-            self.load[device] += change
-        for e in self.problem.nets_of[g]:
-            held = self.held[e]
-            held[home] -= 1
-            if not held[home]:
-                del held[home]
-            held[target] = held.get(target, 0) + 1
-        self.memory[home] -= size
-        self.memory[target] += size
-        self.homes[g] = target
-        return True
-
-
-def refined(graph: PlacementGraph, problem: GroupProblem, homes: Sequence[int]) -> tuple[int, ...]:
+def refined(graph: PlacementGraph, problem: GroupProblem, homes: Home) -> Home:
     """Find a placement of groups with no larger a largest load that sends less, or return ``homes`` itself."""
-    tidy = _Refinement(graph, problem, homes)
-    for _ in range(TUNING.refinements):
+    group_of = {v: g for g, nodes in enumerate(problem.members) for v in nodes}
+    beside: dict[int, Counter[int]] = defaultdict(Counter)
+    for u, v in graph.edges:
+        if group_of[u] != group_of[v]:
+            beside[group_of[u]][group_of[v]] += 1
+            beside[group_of[v]][group_of[u]] += 1
+    space = problem.placement
+    every = np.arange(space.devices)
+    # one placement for each device that a group may go to: all equal until one is chosen for all
+    now = Placements(space, [homes] * space.devices)
+    top = float(now.load[0].max())
+    for _ in range(PASSES):
         moved = False
         for g in range(problem.count):
-            for target in sorted({tidy.homes[h] for h in tidy.beside[g]} - {tidy.homes[g]}):
-                moved |= target != tidy.homes[g] and tidy.try_moving(g, target)
+            home = int(now.home[g, 0])
+            edges = np.zeros(space.devices)
+            for h, count in beside[g].items():
+                edges[now.home[h, 0]] += count
+            trial = now.trial([g], every[None, :])
+            sent, crossing = trial.load.sum(axis=1) - now.load[0].sum(), edges[home] - edges
+            legal = (trial.load <= np.maximum(now.load[0], top)).all(axis=1) & space.allowed[:, g]
+            legal &= (trial.memory <= np.maximum(now.memory[0], space.capacity_bytes)).all(axis=1)
+            less = (sent <= -ROUNDING * top) | ((np.abs(sent) <= ROUNDING * top) & (crossing < 0))
+            better = np.flatnonzero(legal & less & (edges > 0))
+            if len(better):
+                target = int(better[np.lexsort((crossing[better], sent[better]))[0]])
+                now.accept(trial, every == target)
+                now.copy(np.full(space.devices, target), every)
+                moved = True
         if not moved:
             break
-    return tuple(tidy.homes)
+    return now.homes()[0]

@@ -7,6 +7,7 @@ contiguous optimum, random placements ─► annealing ─► pairs of devices d
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Sequence
 from contextlib import suppress
@@ -16,17 +17,39 @@ import numpy as np
 
 from cost_models.errors import InfeasibleError
 from cost_models.units import counted
-from passes.search.cost_graph.anneal import AnnealingChains
-from passes.search.cost_graph.bisect_pairs import bisect_pairs
-from passes.search.cost_graph.bound import LoadBound, SetBound, load_bound
+from passes.search.anywhere.anneal import anneal
+from passes.search.anywhere.bound import simple_bound
+from passes.search.anywhere.pairs import divided
+from passes.search.anywhere.problem import Home, evaluate, legal
+from passes.search.anywhere.program import solve_program
+from passes.search.bound import Bound, BoundMethod
 from passes.search.cost_graph.contiguous import place_contiguous
-from passes.search.cost_graph.graph import PlacementGraph, evaluate
-from passes.search.cost_graph.groups import GroupProblem, fits, free_groups, group_loads
-from passes.search.cost_graph.ilp import PlacementProgram
+from passes.search.cost_graph.graph import PlacementGraph
+from passes.search.cost_graph.graph import evaluate as graph_loads
+from passes.search.cost_graph.groups import GroupProblem, free_groups
 from passes.search.cost_graph.refine import refined
 from passes.search.cost_graph.result import PROVED, PlacementResult, certified, check_feasible
-from passes.search.cost_graph.tuning import TUNING
+from passes.search.cost_graph.set_bound import SetBound
 
+FIRST_STEPS = 2000
+"""Steps of the first round of annealing, at least; each round takes twice as many as the last."""
+MOST_STEPS = 640_000
+"""Steps of a round of annealing at most."""
+POWER = 12.0
+"""Power of the norm of loads that is annealed: of six devices, it is at most 1.16 times their maximum."""
+MOST_CHAINS, LEAST_CHAINS = 64, 16
+"""Placements annealed at once: up to 200 groups, and of many groups."""
+LARGE = 300
+"""Groups from which on the first round begins at the contiguous placement: from anywhere it takes too long."""
+CONTIGUOUS_SHARE, LARGE_CONTIGUOUS_SHARE = 0.2, 0.5
+"""Share of the time limit for the contiguous placement to start from; of large graphs, where little beats it."""
+ROUND_SHARE = 0.25
+"""Share of the time left for a round of annealing at most; of a large graph, twice that."""
+QUIET_ROUNDS = 6
+"""Rounds of annealing without a better placement or bound after which the search ends."""
+MOST_CHOICES = 600
+"""Groups times devices up to which one integer program holds everything: beyond, its relaxation is too weak to prove
+anything in a minute."""
 SPACE = "all placements with equal colours together"
 
 
@@ -34,12 +57,12 @@ def place_for_throughput(
     graph: PlacementGraph, time_limit: float = 60.0, *, seed: int = 0
 ) -> PlacementResult:
     """Find the least largest load over all placements that fit."""
-    started = time.monotonic()
+    started = time.perf_counter()
     problem = free_groups(graph)
     check_feasible(graph, problem)
     search = _ThroughputSearch(graph, problem, started, time_limit, seed)
     search.run()
-    if search.homes is None:
+    if search.home is None:
         raise InfeasibleError(
             "no placement that fits the accelerators' memory was found",
             [
@@ -47,18 +70,19 @@ def place_for_throughput(
             ],
             ["use more devices, more memory or a larger --time-limit"],
         )
-    homes = refined(graph, problem, search.homes)
-    if not fits(problem, homes) or max(group_loads(problem, homes)) > search.value:
-        homes = search.homes  # by a rounding error
-    placement = problem.of_nodes(homes)
+    home = refined(graph, problem, search.home)
+    loads = evaluate(problem.placement, home)
+    if not legal(problem.placement, home) or loads.objective_seconds > search.value:
+        home = search.home  # by a rounding error
+    placement = problem.of_nodes(home)
     return certified(
         graph,
         placement,
-        evaluate(graph, placement).max_load,
-        min(search.bound.value, search.value),
+        graph_loads(graph, placement).max_load,
+        min(search.bound.seconds, search.value),
         space=SPACE,
         method=f"annealing ({counted(search.rounds, 'round')}), integer programs over pairs of devices; "
-        f"bound: {search.bound.method}",
+        f"bound: {search.bound.method.value}",
         started=started,
         time_limit=time_limit,
     )
@@ -69,93 +93,104 @@ class _ThroughputSearch:
         self, graph: PlacementGraph, problem: GroupProblem, started: float, limit: float, seed: int
     ) -> None:
         self.graph, self.problem, self.seed = graph, problem, seed
-        self.started, self.limit, self.deadline = started, limit, started + limit
+        self.space = problem.placement
+        self.limit, self.deadline = limit, started + limit
         self.random = np.random.default_rng(seed)
-        self.homes: tuple[int, ...] | None = None
-        self.value = float("inf")
-        self.bound = load_bound(problem)
+        self.home: Home | None = None
+        self.value = math.inf
+        self.bound = simple_bound(self.space)
         self.sets: SetBound | None = None
         self.rounds = 0
         self.exact = False
-        self.chains = min(
-            TUNING.most_chains, max(TUNING.least_chains, TUNING.most_chains * 200 // max(1, problem.count))
-        )
+        self.large = problem.count > LARGE
+        self.chains = min(MOST_CHAINS, max(LEAST_CHAINS, MOST_CHAINS * 200 // max(1, problem.count)))
         self.lines = lines(graph, problem)
 
     @property
     def proved(self) -> bool:
-        return self.homes is not None and self.value - self.bound.value <= PROVED * self.value
+        return self.home is not None and self.value - self.bound.seconds <= PROVED * self.value
 
     def run(self) -> None:
         """Look at starts, then anneal and prove in turn."""
-        for homes in self._starts():
-            self._offer(homes)
-        steps, quiet = max(TUNING.first_steps, 60 * self.problem.count), 0
-        while not self.proved and time.monotonic() < self.deadline and quiet < TUNING.quiet_rounds:
-            value, bound, begun = self.value, self.bound.value, time.monotonic()
+        for home in self._starts():
+            self._offer(home)
+        steps, quiet = max(FIRST_STEPS, 60 * self.problem.count), 0
+        while not self.proved and time.perf_counter() < self.deadline and quiet < QUIET_ROUNDS:
+            value, bound, begun = self.value, self.bound.seconds, time.perf_counter()
             self._anneal(steps)
-            if self.homes is not None and not self.proved:
-                spent = time.monotonic() - begun
+            if self.home is not None and not self.proved:
+                spent = time.perf_counter() - begun
                 # after a round that found nothing better the value is more likely the optimum
                 longer = 3 if self.value >= value else 1
-                self._prove(min(self.deadline, time.monotonic() + max(longer * spent, 0.5)))
+                self._prove(min(self.deadline, time.perf_counter() + max(longer * spent, 0.5)))
                 if not self.proved and quiet and not self.exact:
-                    self._solve_whole()
+                    self._solve_whole(self.home)
             self.rounds += 1
-            steps = min(2 * steps, TUNING.most_steps)
-            quiet = 0 if self.value < value or self.bound.value > bound * (1 + 1e-6) else quiet + 1
+            steps = min(2 * steps, MOST_STEPS)
+            quiet = 0 if self.value < value or self.bound.seconds > bound * (1 + 1e-6) else quiet + 1
 
-    def _starts(self) -> list[tuple[int, ...]]:
-        machine, count = self.problem.machine, self.problem.count
-        starts = [(device,) * count for device in {0, machine.accelerators} if device < len(machine.devices)]
+    def _starts(self) -> list[Home]:
+        starts = self.problem.alone()
         with suppress(
             InfeasibleError
         ):  # contiguity is not asked for, and a free placement may fit all the same
-            share = TUNING.large_contiguous_share if count > TUNING.large else TUNING.contiguous_share
+            share = LARGE_CONTIGUOUS_SHARE if self.large else CONTIGUOUS_SHARE
             contiguous = place_contiguous(self.graph, share * self.limit, prove=False)
             starts.append(self.problem.of_groups(contiguous.placement))
         return starts
 
-    def _offer(self, homes: tuple[int, ...]) -> bool:
-        value = max(group_loads(self.problem, homes))
-        if value < self.value and fits(self.problem, homes):
-            self.homes, self.value = homes, value
-            return True
-        return False
+    def _offer(self, home: Home) -> None:
+        value = evaluate(self.space, home).objective_seconds
+        if value < self.value and legal(self.space, home):
+            self.home, self.value = home, value
 
     def _anneal(self, steps: int) -> None:
         """Anneal one round: in turn they begin anywhere and hot, or at the best placement and warm."""
-        devices, count = len(self.problem.machine.devices), self.problem.count
-        large = count > TUNING.large
-        warm = self.rounds % 2 == (0 if large else 1) and self.homes is not None
-        accelerators = self.problem.machine.accelerators or devices
-        starts = self.random.integers(0, accelerators, (self.chains, count))
-        if self.homes is not None:
-            starts[: self.chains if warm else max(1, self.chains // 4)] = self.homes
-        chains = AnnealingChains(self.problem, starts, self.seed + self.rounds, self.lines)
-        now = time.monotonic()
-        until = now + (2 if large else 1) * TUNING.round_share * (self.deadline - now)
-        self._offer(chains.anneal(steps, 0.01 if warm else 0.05, until))
-        if self.homes is not None:
-            loads = group_loads(self.problem, self.homes)
-            deadline = min(self.deadline, time.monotonic() + 0.05 * self.limit)
-            self._offer(bisect_pairs(self.problem, self.homes, loads, deadline))
-            self._sets().know(self.homes)
-            for r in np.argsort(chains.best)[:16].tolist():
-                self._sets().know(chains.best_home[:, r].tolist())
+        problem = self.problem
+        warm = self.rounds % 2 == (0 if self.large else 1) and self.home is not None
+        accelerators = problem.machine.accelerators or self.space.devices
+        drawn = self.random.integers(0, accelerators, (self.chains, problem.count)).tolist()
+        starts = [self.space.obeying(home) for home in drawn]
+        if self.home is not None:
+            known = self.chains if warm else max(1, self.chains // 4)
+            starts[:known] = [self.home] * known
+        now = time.perf_counter()
+        homes = anneal(
+            self.space,
+            starts,
+            self.lines,
+            steps=steps,
+            hottest=0.01 if warm else 0.05,
+            power=POWER,
+            seed=self.seed + self.rounds,
+            deadline=now + (2 if self.large else 1) * ROUND_SHARE * (self.deadline - now),
+        )
+        self._offer(homes[0])
+        if self.home is not None:
+            self._offer(
+                divided(self.space, self.home, min(self.deadline, time.perf_counter() + 0.05 * self.limit))
+            )
+            for home in (self.home, *homes[:16]):
+                self._sets().know(home)
 
-    def _solve_whole(self) -> None:
+    def _solve_whole(self, home: Home) -> None:
         """Solve one integer program over everything, where that is small."""
         self.exact = True
-        if self.problem.count * len(self.problem.machine.devices) > TUNING.most_choices:
+        if self.problem.count * self.space.devices > MOST_CHOICES:
             return
-        left = self.deadline - time.monotonic()
-        program = PlacementProgram(self.problem, self.bound.value, self.value)
-        homes, bound = program.solve(max(0.1, 0.5 * left))
-        if homes is not None:
-            self._offer(homes)
-        if bound > self.bound.value:
-            self.bound = LoadBound(bound, "integer program over all devices")
+        left = self.deadline - time.perf_counter()
+        answer = solve_program(
+            self.space,
+            home,
+            self.value,
+            bound_seconds=self.bound.seconds,
+            limit_seconds=max(0.1, 0.5 * left),
+            gap=1e-8,
+        )
+        if answer.home is not None:
+            self._offer(answer.home)
+        if answer.bound_seconds > self.bound.seconds:
+            self.bound = Bound(answer.bound_seconds, BoundMethod.INTEGER_PROGRAM)
 
     def _sets(self) -> SetBound:
         if self.sets is None:

@@ -9,7 +9,7 @@ import numpy as np
 from passes.graph.state import owning_units
 from passes.lower.candidate import anywhere
 from passes.search.explain import Way
-from passes.search.free.list_judge import ListJudge
+from passes.search.free.judge import ListJudge
 from runtime.simulate.simulation import Simulation
 
 MOST_DEVICES = 32

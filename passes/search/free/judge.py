@@ -1,18 +1,65 @@
-"""Candidates of the free search, each simulated once, and climbing on the simulation itself."""
+"""The judges of free placements: segments by reach, list schedules, each placement simulated once, climbing.
+
+placement ─► segments ─► list schedule, with backwards in halves or whole ─► programs ─► simulated step
+"""
 
 from __future__ import annotations
 
 import itertools
+import math
 import random
 import time
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
 
 from passes.lower.candidate import Candidate, Origin, Trail, anywhere
-from passes.search.free.climb import Neighbourhood
+from passes.lower.segment import Segmentation
+from passes.search.anywhere.climb import climb
+from passes.search.anywhere.problem import Home
 from passes.search.free.search import CountSearch
-from passes.search.free.starts import Home
-from passes.search.free.tuning import FreeTuning
-from passes.search.judge import Judge, Simulated, fastest_fitting
+from passes.search.judge import Carried, Judge, Simulated, fastest_fitting
+
+CLIMBED = 3
+"""Placements that are climbed from in simulation, one after the other."""
+PREDICTED_PER_SIMULATION = 6
+"""Neighbours that are predicted for each that is simulated."""
+SLACK = 0.01
+"""Share by which a neighbour may be slower in simulation and be gone on from."""
+QUIET_SECONDS, LEAST_QUIET, MOST_QUIET = 2.0, 16, 120
+"""Seconds without a better placement that end climbing, as a number of simulations; and the limits of that number."""
+
+
+class ListJudge(Judge):
+    """Simulates candidates under the list schedule whose backwards are in halves, the chosen one under the plain one too.
+
+    Halves are never slower but by what they cost the executor, so they rank placements (docs/06f-free-placement.md).
+    """
+
+    def measure(self, candidate: Candidate) -> Simulated:
+        """Measure step time and peak memory of a candidate."""
+        carried = self.schedule(candidate, self.segmentation(candidate), "list-split")
+        simulated = self.simulated(candidate, carried.realized)
+        self.keep(candidate, carried, simulated.fits)
+        return simulated
+
+    def finished(self, candidate: Candidate, left_seconds: float = math.inf) -> Carried:
+        """Carry ``candidate`` through under the better schedule: that with whole backwards, where it takes as long."""
+        began = time.perf_counter()
+        halves = self.kept(candidate)
+        if halves is None:
+            halves = self.schedule(candidate, self.segmentation(candidate), "list-split")
+        if time.perf_counter() - began > left_seconds:
+            return halves
+        whole = self.schedule(candidate, halves.realized.segmentation, "list")
+        return min(whole, halves, key=self._rank)
+
+    def schedule(self, candidate: Candidate, segmentation: Segmentation, name: str) -> Carried:
+        """Carry a candidate's segments through under one schedule."""
+        return self.carry(replace(candidate, schedule=name), segmentation)
+
+    def _rank(self, carried: Carried) -> tuple[bool, float]:
+        """Order what fits first, then what is faster."""
+        return not self.simulated(carried.candidate, carried.realized).fits, carried.seconds
 
 
 @dataclass(eq=False)
@@ -20,7 +67,6 @@ class FreeJudge:
     """Simulates placements of a search's units, each once, and moves units of the best."""
 
     judge: Judge
-    tuning: FreeTuning
     homes: dict[int, tuple[CountSearch, Home]] = field(default_factory=dict)
     """Placements of units, by their position in ``judge.tried``."""
     _known: dict[object, Simulated] = field(default_factory=dict)
@@ -49,10 +95,10 @@ class FreeJudge:
         """Simulate a placement of the search's units."""
         self._seen.add((search.microbatches, search.predict.signature(home)))
         world = len(search.model.cluster.devices)
-        known = len(self.tried)
+        position = len(self.tried)
         simulated = self.candidate(anywhere(search.model.ranks(home), world, search.microbatches, trail))
-        if len(self.tried) > known:
-            self.homes[known] = search, home
+        if len(self.tried) > position:
+            self.homes[position] = search, home
         return simulated
 
     @property
@@ -65,62 +111,36 @@ class FreeJudge:
         return fastest_fitting(self.tried)
 
     def climb(self, deadline: float, seed: int) -> int:
-        """Move units of the best placement while its simulated step gets shorter; return the number of simulations.
+        """Move units of the best placements while their simulated steps get shorter; return the number of simulations.
 
-        A large problem is then climbed from other placements too, and from the best again, while there is time: on such
-        problems much depends on the moves that are drawn.
+        Of placements that were found in the same way, one is climbed from: which moves are drawn decides much.
         """
-        tuning = self.tuning
+        before, dice = len(self.tried), random.Random(seed)
         fitting = [i for i in self.homes if self.tried[i].fits]
-        if not fitting or tuning.climbed < 1:
-            return 0
-        ranked = sorted(fitting, key=lambda i: self.tried[i].step_seconds)
-        problem = self.homes[ranked[0]][0].problem
-        if problem.units * problem.devices <= tuning.exact_choices:
-            return self._climb_from(ranked[0], deadline, seed, tuning.quiet_seconds)
         unlike: dict[Trail, int] = {}
-        for i in ranked:
+        for i in sorted(fitting, key=lambda i: self.tried[i].step_seconds):
             unlike.setdefault(self.tried[i].candidate.trail, i)
-        count = 0
-        for number, first in enumerate(list(unlike.values())[: tuning.climbed]):
-            patience = tuning.patience * (deadline - time.perf_counter())
-            count += self._climb_from(first, deadline, seed + number, patience)
-        best = min(
-            (i for i in self.homes if self.tried[i].fits),
-            key=lambda i: self.tried[i].step_seconds,
-        )
-        if not tuning.climb_best:
-            return count
-        return count + self._climb_from(best, deadline, seed + tuning.climbed, tuning.quiet_seconds)
+        leaders = list(unlike.values())[:CLIMBED]
+        for number, first in enumerate(leaders):
+            now = time.perf_counter()
+            self._climb_from(*self.homes[first], dice, now + (deadline - now) / (len(leaders) - number))
+        return len(self.tried) - before
 
-    def _climb_from(self, first: int, deadline: float, seed: int, quiet_seconds: float) -> int:
-        """Climb by threshold accepting, as in ``passes.search.free.climb``; return the number of simulations.
+    def _climb_from(self, search: CountSearch, first: Home, dice: random.Random, deadline: float) -> None:
+        """Climb from one placement; the best predicted of several neighbours is simulated."""
+        quiet = int(QUIET_SECONDS / max(self.each_seconds, 1e-6))
+        quiet = max(LEAST_QUIET, min(MOST_QUIET, quiet))
 
-        The best predicted of several neighbours is simulated.
-        """
-        tuning = self.tuning
-        patience = max(tuning.quiet_seconds, quiet_seconds)
-        quiet = max(tuning.least_quiet, min(tuning.most_quiet, int(patience / max(self.each_seconds, 1e-6))))
-        draw = random.Random(seed)
-        search, home = self.homes[first]
-        seconds = least = self.tried[first].step_seconds
-        around = Neighbourhood(search.problem, search.model.module_of_unit, tuning)
-        count, silent = 0, 0
-        while silent < quiet and time.perf_counter() + self.each_seconds < deadline:
-            silent += 1
-            drawn = list(itertools.islice(around.draw(home, draw), tuning.predicted_per_simulation))
-            unknown = [other for other in drawn if not self.seen(search, other)]
-            if not drawn:
-                break
-            if not unknown:
-                continue
-            other = min(unknown, key=search.predict)
-            simulated = self.placement(search, other, Trail.of(Origin.MOVED_IN_SIMULATION))
-            count += 1
-            if not simulated.fits:
-                continue
-            if simulated.step_seconds < least:
-                least, silent = simulated.step_seconds, 0
-            if simulated.step_seconds <= seconds * (1 + tuning.simulated_slack * (1 - silent / quiet)):
-                home, seconds = other, simulated.step_seconds
-        return count
+        def promising(home: Home) -> Iterator[Home]:
+            drawn = search.around.draw(home, dice)
+            for _ in range(quiet):
+                some = list(itertools.islice(drawn, PREDICTED_PER_SIMULATION))
+                unknown = [other for other in some if not self.seen(search, other)]
+                if unknown:
+                    yield min(unknown, key=search.predict)
+
+        def measure(home: Home) -> float:
+            simulated = self.placement(search, home, Trail.of(Origin.MOVED_IN_SIMULATION))
+            return simulated.step_seconds if simulated.fits else math.inf
+
+        climb(measure, first, promising, quiet=quiet, deadline=deadline - self.each_seconds, slack=SLACK)

@@ -20,7 +20,7 @@ from functools import cached_property
 import numpy as np
 
 from cost_models.arrays import FloatArray, IntArray
-from passes.search.free.problem import BoolArray
+from passes.search.touches import BoolArray
 
 RANKS = (1, 0, 2)
 """Priority of forwards, backwards and weight halves where several are ready; the lowest runs first."""

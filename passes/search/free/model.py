@@ -27,15 +27,16 @@ from passes.graph.graph import OpGraph
 from passes.graph.leaves import leaf_bytes, leaf_readers
 from passes.graph.state import owning_groups, state_readers
 from passes.lower.job import Job
-from passes.search.free.coarsen import majority
+from passes.search.anywhere.problem import Home, Net, PlacementProblem
 from passes.search.free.makespan import TaskGraph
-from passes.search.free.problem import FreeProblem, Net
-from passes.search.free.tuning import DEFAULT
 from passes.search.model import LayerModel, read_model
+
+MOST_TASKS = 5000
+"""Tasks that ops are merged into, roughly: a makespan of 5,000 is played in a fifth of a second."""
 
 
 @dataclass(frozen=True)
-class State:
+class TouchedState:
     """A parameter, buffer or batch leaf. ``gradient_bytes``: those that devices sum; 0 if it is not trained."""
 
     name: str
@@ -51,7 +52,7 @@ class FreeModel:
     layers: LayerModel
     cluster: ClusterSpec
     optimizer: str
-    states: tuple[State, ...]
+    states: tuple[TouchedState, ...]
     pins: Mapping[int, int]
     """Rank of each pinned op."""
     together: tuple[tuple[int, ...], ...]
@@ -77,10 +78,13 @@ class FreeModel:
         where = np.asarray(home, dtype=np.int64)[self.unit_of].tolist()
         return dict(zip(self.layers.names, where, strict=True))
 
-    def home_of(self, rank_of: Mapping[str, int], problem: FreeProblem) -> tuple[int, ...]:
-        """Return for each unit the device that has most of its work in ``rank_of``."""
-        ranks = [rank_of.get(name, 0) for name in self.layers.names]
-        return majority(problem, ranks, self.unit_of, self.work)
+    def home_of(self, rank_of: Mapping[str, int], problem: PlacementProblem) -> Home:
+        """Return for each unit the allowed device that has most of its work in ``rank_of``."""
+        ranks = np.array([rank_of.get(name, 0) for name in self.layers.names], dtype=np.int64)
+        votes = np.zeros((problem.devices, problem.units))
+        np.add.at(votes, (ranks, self.unit_of), np.maximum(self.work, 1e-300))
+        votes[~problem.allowed] = -1.0
+        return tuple(votes.argmax(axis=0).tolist())
 
     def seconds(self, size: int) -> FloatArray:
         """Return [3, K, n] seconds of forward, input half and weight half of a micro-batch of ``size`` samples."""
@@ -97,7 +101,9 @@ class FreeModel:
             )
         return self._cache[key]
 
-    def problem(self, unit_of: IntArray, batch_size: int, microbatches: int, held: int = 1) -> FreeProblem:
+    def problem(
+        self, unit_of: IntArray, batch_size: int, microbatches: int, held: int = 1
+    ) -> PlacementProblem:
         """Make the problem over the units ``unit_of`` [n], with ``held`` micro-batches at once in memory."""
         size = -(-batch_size // microbatches)
         count = int(unit_of.max()) + 1
@@ -108,7 +114,7 @@ class FreeModel:
         unit_bytes = held * self._saved_bytes(unit_of, count, size)
         ties = self._add_states(unit_of, seconds, unit_bytes)
         latency, per_byte = self.links
-        return FreeProblem(
+        return PlacementProblem(
             seconds=seconds,
             unit_bytes=unit_bytes,
             nets=tuple(nets),
@@ -197,7 +203,7 @@ class FreeModel:
 
     def _add_states(
         self, unit_of: IntArray, seconds: FloatArray, unit_bytes: FloatArray
-    ) -> list[tuple[tuple[int, ...], State, list[float]]]:
+    ) -> list[tuple[tuple[int, ...], TouchedState, list[float]]]:
         """Add the state that one unit owns to it; return the ties, with optimizer seconds per device."""
         ties = []
         for state in self.states:
@@ -230,7 +236,7 @@ def read_free_model(
     job: Job,
     pins: Mapping[int, int],
     work_size: int,
-    most_tasks: int = DEFAULT.most_tasks,
+    most_tasks: int = MOST_TASKS,
 ) -> FreeModel:
     """Collect the arrays of a graph.
 
@@ -273,7 +279,9 @@ def read_free_model(
     )
 
 
-def repeated_calls(graph: OpGraph, layers: LayerModel, states: Sequence[State]) -> list[tuple[int, ...]]:
+def repeated_calls(
+    graph: OpGraph, layers: LayerModel, states: Sequence[TouchedState]
+) -> list[tuple[int, ...]]:
     """Return groups of ops of one module that read the same parameter: several calls of the module."""
     groups = []
     for state in states:
@@ -286,7 +294,7 @@ def repeated_calls(graph: OpGraph, layers: LayerModel, states: Sequence[State]) 
     return groups
 
 
-def _states(graph: OpGraph, layers: LayerModel, job: Job) -> tuple[State, ...]:
+def _states(graph: OpGraph, layers: LayerModel, job: Job) -> tuple[TouchedState, ...]:
     index = {name: op for op, name in enumerate(layers.names)}
     found = []
     for name, ops in state_readers(graph, index).items():
@@ -294,16 +302,16 @@ def _states(graph: OpGraph, layers: LayerModel, job: Job) -> tuple[State, ...]:
         types = graph.types_of(name, job.precision)
         held = state_bytes([(spec.elements, types, name in graph.trained)], job.optimizer)
         gradient_bytes = spec.elements * types.gradient.itemsize if name in graph.trained else 0
-        found.append(State(name, held, gradient_bytes, tuple(sorted(ops))))
+        found.append(TouchedState(name, held, gradient_bytes, tuple(sorted(ops))))
     return tuple(found)
 
 
-def _leaves(graph: OpGraph, layers: LayerModel, job: Job) -> tuple[State, ...]:
+def _leaves(graph: OpGraph, layers: LayerModel, job: Job) -> tuple[TouchedState, ...]:
     """List the batch leaves: every device that reads one holds the whole step's."""
     sizes = leaf_bytes(graph, job.batch_size)
     readers = leaf_readers(graph, {name: op for op, name in enumerate(layers.names)})
     return tuple(
-        State(name, StateBytes(batch=sizes[name]), 0, tuple(sorted(ops)))
+        TouchedState(name, StateBytes(batch=sizes[name]), 0, tuple(sorted(ops)))
         for name, ops in readers.items()
         if name in sizes
     )

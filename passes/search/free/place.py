@@ -11,33 +11,48 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
 
 from cost_models.cluster import ClusterSpec
+from cost_models.errors import InfeasibleError
 from cost_models.units import counted
 from passes.costs.costs import GraphCosts
 from passes.graph.graph import OpGraph
 from passes.lower.candidate import Candidate, Origin, Trail
 from passes.progress import report_option
+from passes.search.anywhere.problem import evaluate
 from passes.search.bound import Bound, BoundMethod, PhaseTimes, whole_ops_bound
 from passes.search.certificate import Certificate, relative_gap
-from passes.search.free.choices import counts_to_try, infeasible, resolved_pins, usable_starts
 from passes.search.free.judge import FreeJudge
 from passes.search.free.model import FreeModel, read_free_model
-from passes.search.free.problem import evaluate
-from passes.search.free.request import FreeRequest
-from passes.search.free.search import CountSearch
+from passes.search.free.request import FreeRequest, counts_to_try, resolved_pins
+from passes.search.free.search import PROVED, CountSearch
+from passes.search.infeasible import shortfalls
 from passes.search.judge import Judge, Simulated, memory_rounds
 from passes.search.outcome import Label, Outcome, RunnerUp
 
 log = logging.getLogger("partitioner")
 
 THROUGHPUT = "busiest device, messages included"
-CLIMBED = Trail.of(Origin.MOVED_IN_SIMULATION)
 LATENCY = "makespan of one micro-batch, list schedule"
+CLIMBED = Trail.of(Origin.MOVED_IN_SIMULATION)
+LEAST_SECONDS, MOST_SECONDS, CHOICES_PER_SECOND = 8.0, 40.0, 50.0
+"""Limit of a search without one: the least, and a second more for so many ops times devices, up to the most."""
+SEARCH_SHARE, SIMULATE_SHARE = 0.5, 0.75
+"""Shares of the time after which searching ends, and simulating what was found; the rest is for climbing."""
+LATE = 0.98
+"""Share of the limit: a search that took more was ended by the limit, its certificate says."""
+FIRST_COUNTS = 6
+"""Numbers of micro-batches looked at first, spread over all; then those beside the best."""
+SIMULATIONS = 12
+"""Placements simulated at most before climbing."""
+ROOM_LEFT = 0.97
+"""Fullness of a device in the next search, if the estimate is as wrong as where it overflowed."""
+NEAR = 1.01
+"""Multiple of its step at which a placement that overflows is still worth searching again for."""
 
 
 def place_free(
@@ -52,53 +67,78 @@ def place_free(
 
     ``starts`` are simulated first. Raises ``UsageError`` for pins that cannot hold, ``InfeasibleError`` if nothing fits.
     """
-    tuning, started = request.tuning, time.perf_counter()
-    choices = len(graph) * len(cluster.devices)
-    limit = request.time_limit_seconds or min(
-        tuning.most_seconds, tuning.least_seconds + choices / tuning.choices_per_second
-    )
+    started, choices = time.perf_counter(), len(graph) * len(cluster.devices)
+    limit = request.time_limit_seconds or min(MOST_SECONDS, LEAST_SECONDS + choices / CHOICES_PER_SECOND)
     counts = counts_to_try(graph, request)
     recomputed, job = judge.recomputed, request.job
     pins = resolved_pins(graph, recomputed, request, cluster)
-    work_size = max(1, job.batch_size // counts[-1])
-    model = read_free_model(graph, costs, cluster, recomputed, job, pins, work_size, tuning.most_tasks)
-    free = FreeJudge(judge, tuning)
-    first = usable_starts(model, starts, counts)
+    model = read_free_model(
+        graph, costs, cluster, recomputed, job, pins, max(1, job.batch_size // counts[-1])
+    )
+    free = FreeJudge(judge)
+    first = [start for start in starts if start.microbatches in counts and _legal(model, start.stage_of)]
     for start in first:
         free.candidate(start)
     searches: list[CountSearch] = []
 
     def look(number: int, scale: float) -> float | None:
         """Search with this share of the memory, and simulate; the share to try next, or None."""
-        nonlocal searches
         left = started + limit - time.perf_counter()
         if number and left < 0.1 * limit and free.best() is not None:
             return None
         begun = time.perf_counter()
-        room = max(0.1 * left, left - tuning.simulations_left * free.each_seconds)
-        searches = _search(
-            model, request, counts, first, scale, begun + min(tuning.search_share * left, room)
-        )
-        _simulate(free, searches, request, begun + tuning.simulate_share * left, started + limit)
+        search = _search(model, request, counts, first, scale, begun + SEARCH_SHARE * left)
+        searches.append(search)
+        _simulate(free, search, begun + SIMULATE_SHARE * left)
         missed = _missed(free)
         if missed is None:
             return None
-        smaller = scale * tuning.room_left * _estimated_share(free, missed)
+        smaller = scale * ROOM_LEFT * _estimated_share(free, missed)
         log.info("the fastest placements overflow; searching again with %.0f%% of the memory", 100 * smaller)
         return smaller
 
     memory_rounds(look, 1.0)
     if free.best() is None:
-        raise infeasible(request, judge)
-    climbed = free.climb(started + limit, seed=tuning.seed)
+        raise _infeasible(request, judge)
+    climbed = free.climb(started + limit, seed=searches[-1].seed)
     best = free.best()
     assert best is not None
     spent = time.perf_counter() - started
     log.info("free search: %d simulated, %d while climbing, %.2f s", len(judge.tried), climbed, spent)
     certificate = _certificate(model, request, counts, best, searches, spent)
-    if certificate.gap > tuning.proved and spent > tuning.late * limit:
+    if certificate.gap > PROVED and spent > LATE * limit:
         certificate = replace(certificate, solver_status="time limit")
     return Outcome(best, judge, certificate, _runner_ups(judge.tried, best))
+
+
+def _legal(model: FreeModel, rank_of: Mapping[str, int]) -> bool:
+    """Tell whether a start obeys pins and keeps together what must be."""
+    names = model.layers.names
+    if any(name not in rank_of for name in names):
+        return False
+    if any(rank_of[names[op]] != rank for op, rank in model.pins.items()):
+        return False
+    return all(len({rank_of[names[op]] for op in group}) == 1 for group in model.together)
+
+
+def _infeasible(request: FreeRequest, judge: Judge) -> InfeasibleError:
+    """Say what overflows least, by how much on which device, and what would help."""
+    least = min(judge.tried, key=lambda s: s.overflow_bytes)
+    count = counted(least.candidate.microbatches, "micro-batch")
+    ways = ["devices with more memory, or more of them", "a smaller batch"]
+    if request.microbatches != "auto":
+        ways.insert(0, "more micro-batches, or their number left open")
+    if request.pins:
+        ways.append("fewer pins")
+    ways.append("the layer-wise strategy with recompute")
+    return InfeasibleError(
+        f"no free placement of {judge.graph.model_name} was found that fits {judge.cluster.name}",
+        [
+            f"{count}, the least-bad of {counted(len(judge.tried), 'simulated placement')}:",
+            *shortfalls(enumerate(least.peak_bytes), judge.cluster.devices),
+        ],
+        ways,
+    )
 
 
 def _runner_ups(tried: Sequence[Simulated], best: Simulated) -> tuple[RunnerUp, ...]:
@@ -117,64 +157,42 @@ def _search(
     starts: Sequence[Candidate],
     scale: float,
     deadline: float,
-) -> list[CountSearch]:
-    """Search the best numbers of micro-batches in depth; return these searches, best predicted first."""
-    tuning = request.tuning
+) -> CountSearch:
+    """Search the number of micro-batches in depth whose first placements are predicted best."""
     looked: dict[int, tuple[float, CountSearch]] = {}
 
     def look(count: int) -> None:
         if count in looked:
             return
         report_option(counted(count, "micro-batch"))
-        search = CountSearch(model, request.job.batch_size, count, tuning.seed, scale, tuning)
+        search = CountSearch(model, request.job.batch_size, count, scale)
         for start in starts:
             search.offer(model.home_of(start.stage_of, search.problem), start.trail)
         looked[count] = search.start(), search
 
-    spread = np.unique(np.linspace(0, len(counts) - 1, tuning.first_counts).round().astype(int)).tolist()
+    spread = np.unique(np.linspace(0, len(counts) - 1, FIRST_COUNTS).round().astype(int)).tolist()
     for count in [*(start.microbatches for start in starts), *(counts[i] for i in spread)]:
         if looked and time.perf_counter() > deadline:
             break
         look(count)
     for _ in range(2):
-        best_count = min(looked, key=lambda count: looked[count][0])
-        at = counts.index(best_count)
+        at = counts.index(min(looked, key=lambda count: looked[count][0]))
         for beside in counts[max(0, at - 1) : at + 2]:
             if time.perf_counter() < deadline:
                 look(beside)
-    ranked = sorted(looked.values(), key=lambda pair: pair[0])
-    worth = [search for seconds, search in ranked if seconds <= tuning.worth_depth * ranked[0][0]][
-        : tuning.deep_counts
-    ]
-    for number, search in enumerate(worth):
-        now = time.perf_counter()
-        for other in worth[:number]:  # what is good for one number is worth a look for the next
-            for found in other.ranked(request.tuning.simulations):
-                search.offer(found.home, found.trail)
-        if now < deadline:
-            latency = request.objective == "latency"
-            search.run(now + (deadline - now) / (len(worth) - number), latency=latency)
-    return worth
+    _, search = min(looked.values(), key=lambda pair: pair[0])
+    if time.perf_counter() < deadline:
+        search.run(deadline, latency=request.objective == "latency")
+    return search
 
 
-def _simulate(
-    judge: FreeJudge, searches: Sequence[CountSearch], request: FreeRequest, deadline: float, end: float
-) -> None:
-    """Simulate the best of each number of micro-batches, in the order of predictions, until ``deadline``.
-
-    The first is simulated even later, until ``end``.
-    """
-    chosen = [
-        (search.predict(found.home), number, search, found)
-        for number, search in enumerate(searches)
-        for found in search.ranked(request.tuning.simulations)
-    ]
-    for _, _, search, found in sorted(chosen, key=lambda each: each[:2]):
-        late = time.perf_counter() + judge.each_seconds > (deadline if judge.homes else end)
-        if late and judge.best() is not None:
+def _simulate(judge: FreeJudge, search: CountSearch, deadline: float) -> None:
+    """Simulate the best in the order of predictions, until ``deadline``; one whatever the time."""
+    for each in search.ranked(SIMULATIONS):
+        if time.perf_counter() + judge.each_seconds > deadline and judge.best() is not None:
             return
-        if not judge.seen(search, found.home):
-            judge.placement(search, found.home, found.trail)
+        if not judge.seen(search, each.home):
+            judge.placement(search, each.home, each.trail)
 
 
 def _missed(judge: FreeJudge) -> Simulated | None:
@@ -184,7 +202,7 @@ def _missed(judge: FreeJudge) -> Simulated | None:
     over = [
         judge.tried[i]
         for i in judge.homes
-        if not judge.tried[i].fits and judge.tried[i].step_seconds * 1.01 < seconds
+        if not judge.tried[i].fits and judge.tried[i].step_seconds * NEAR < seconds
     ]
     return min(over, key=lambda s: s.overflow_bytes, default=None)
 
@@ -215,9 +233,8 @@ def _certificate(
 ) -> Certificate:
     """Certify the placement for its number of micro-batches: its surrogate, and a bound that none can beat."""
     m, size, rank_of = best.candidate.microbatches, request.job.batch_size, best.candidate.stage_of
-    search = next((s for s in searches if s.microbatches == m), None)
-    if search is None:
-        search = CountSearch(model, size, m, tuning=request.tuning)
+    looked = [search for search in searches if search.microbatches == m] or [CountSearch(model, size, m)]
+    search = max(looked, key=lambda search: search.bound.seconds)
     devices = model.cluster.devices
     lower = min(whole_ops_bound(_times(model, size, count), count) for count in counts)
     ops = np.arange(len(model.layers.names))
@@ -230,7 +247,7 @@ def _certificate(
         proved, name = search.bound, THROUGHPUT
     fits = proved.method is BoundMethod.INTEGER_PROGRAM
     fitting = " whose memory is estimated to fit" if fits else ""
-    if proved.seconds > objective * (1 + request.tuning.proved) and not fits:
+    if proved.seconds > objective * (1 + PROVED) and not fits:
         text = "the bound by %s, %.6g s, is above what was found, %.6g s"
         log.warning(text, proved.method.value, proved.seconds, objective)
     bound = min(proved.seconds, objective)
@@ -247,6 +264,6 @@ def _certificate(
             f"on {counted(len(devices), 'device')}, {counted(m, 'micro-batch')}; searched over {search.problem.units} units"
         ),
         method=f"{', '.join(m.value for m in dict.fromkeys(search.methods)) or 'starts'}; bound: {proved.method.value}",
-        solver_status="optimal" if gap <= request.tuning.proved else "stalled",
+        solver_status="optimal" if gap <= PROVED else "stalled",
         search_seconds=search_seconds,
     )

@@ -7,7 +7,7 @@ with the busiest device's seconds of all micro-batches as period.
 q is up to three, fewer for large graphs: filling and draining are then mostly over, and the rest is one per period.
 
 Messages beside computation cost a device little where links are fast, and all their time where they wait for each other:
-the period is the busiest device's with messages counted as ``message_share`` of their seconds, or its messages alone.
+the period is the busiest device's with messages counted as ``MESSAGE_SHARE`` of their seconds, or its messages alone.
 """
 
 from __future__ import annotations
@@ -19,26 +19,29 @@ from functools import cached_property
 import numpy as np
 
 from cost_models.arrays import FloatArray, IntArray
+from passes.search.anywhere.problem import PlacementProblem, evaluate
 from passes.search.free.makespan import TaskGraph, makespan
-from passes.search.free.problem import FreeProblem, evaluate, overflow_bytes
-from passes.search.free.tuning import DEFAULT, FreeTuning
+
+MESSAGE_SHARE = 0.5
+"""Share of messages' seconds that a device is kept from computing, between none and all."""
+MOST_PLAYED, PLAYED_TASKS = 3, 1200
+"""Micro-batches that a prediction plays, at most; tasks, about: three micro-batches of 400 or one of 1,200."""
 
 
 @dataclass(eq=False)
 class Predictor:
     """Predictions for one number of micro-batches, cached by placement."""
 
-    problem: FreeProblem
+    problem: PlacementProblem
     tasks: TaskGraph
     unit_of_task: IntArray
     microbatches: int
-    tuning: FreeTuning = DEFAULT
     _known: dict[tuple[int, ...], float] = field(default_factory=dict)
 
     @property
     def played_microbatches(self) -> int:
         """Number of micro-batches whose makespan is played; fewer of large graphs."""
-        most = min(self.tuning.most_played, self.tuning.played_tasks // len(self.tasks))
+        most = min(MOST_PLAYED, PLAYED_TASKS // len(self.tasks))
         return min(self.microbatches, max(1, most))
 
     @cached_property
@@ -71,19 +74,16 @@ class Predictor:
         each = self._task_seconds[where, np.arange(len(where))] * self.microbatches
         busy = np.bincount(where, weights=each, minlength=len(loads.seconds)).astype(np.float64)
         once = loads.seconds - loads.message_seconds - busy  # the optimizer's step, sums of ties
-        seconds += (1 - played / self.microbatches) * period_seconds(
-            busy, loads.message_seconds, self.tuning.message_share
-        )
+        seconds += (1 - played / self.microbatches) * period_seconds(busy, loads.message_seconds)
         seconds += float(once.max())
-        over = overflow_bytes(self.problem, loads.memory_bytes)
-        if over > 0:
-            seconds *= 10.0 + over / float(self.problem.capacity_bytes.max())
+        if loads.overflow_bytes:
+            seconds *= 10.0 + loads.overflow_bytes / float(self.problem.capacity_bytes.max())
         return seconds
 
 
-def period_seconds(busy: FloatArray, messages: FloatArray, message_share: float) -> float:
+def period_seconds(busy: FloatArray, messages: FloatArray) -> float:
     """Return seconds of all micro-batches in a full pipeline; ``busy`` and ``messages``: [K] seconds each.
 
     The longest over devices of computing with part of the messages, or of the messages alone.
     """
-    return float(np.maximum(busy + message_share * messages, messages).max())
+    return float(np.maximum(busy + MESSAGE_SHARE * messages, messages).max())

@@ -1,8 +1,7 @@
-"""The search over placements for one number of micro-batches, from coarse to fine; anytime, with a proved bound.
+"""The search for one number of micro-batches; anytime, with a proved bound.
 
-    starts ─► coarse units: annealing, or one integer program if all are few ─► level by level: annealing
-           ─► neighbourhoods: integer programs over the units at the borders of pairs of devices
-           ─► hill climbing on the predicted step
+    starts ─► annealing ─► integer programs: over all units if they are few, then over pairs of devices
+           ─► local search on the predicted step
 
 Everything that was found is kept: placements that are best for the busiest device, and those that are predicted best.
 """
@@ -10,31 +9,56 @@ Everything that was found is kept: placements that are best for the busiest devi
 from __future__ import annotations
 
 import heapq
-import itertools
-import logging
-import math
+import random
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
+from functools import partial
 
 import numpy as np
 
+from cost_models.arrays import FloatArray
 from passes.lower.candidate import Origin, Trail
+from passes.search.anywhere.anneal import anneal
+from passes.search.anywhere.bound import simple_bound
+from passes.search.anywhere.climb import Neighbourhood, climb
+from passes.search.anywhere.pairs import MOST_TERMS, divided
+from passes.search.anywhere.problem import Home, Loads, PlacementProblem, evaluate
+from passes.search.anywhere.program import program_terms, solve_program
 from passes.search.bound import Bound, BoundMethod
-from passes.search.free.anneal import Cooling, anneal
-from passes.search.free.bound import simple_bound
-from passes.search.free.climb import Neighbourhood, climb
-from passes.search.free.coarsen import Level, levels
-from passes.search.free.ilp import program_terms, solve_program
 from passes.search.free.model import FreeModel
-from passes.search.free.moves import borders
 from passes.search.free.predict import Predictor
-from passes.search.free.problem import FreeProblem, evaluate, overflow_bytes
-from passes.search.free.starts import Home, all_starts, obeying
-from passes.search.free.tuning import DEFAULT, FreeTuning
+from passes.search.heft import earliest_finish
 
-log = logging.getLogger("partitioner")
+SEED = 0
+"""First random number."""
+RUN_COUNTS, RUN_BISECTIONS = 6, 40
+"""Numbers of contiguous runs to start with, from two to one for each device; halvings of the longest run's seconds."""
+CHAINS = 16
+"""Placements annealed at once."""
+STEPS_PER_UNIT, MOST_STEPS = 120, 24_000
+"""Steps of annealing."""
+HOTTEST = 0.03
+"""First temperature of annealing, relative to the objective at the start."""
+POWER = 4.0
+"""Power of the norm of loads that is annealed: with a high one, devices beside the busiest send without need."""
+EXACT_CHOICES = 900
+"""Units times devices up to which one integer program holds everything, and may prove its placement best."""
+PROGRAM_SECONDS = 4.0
+"""Seconds of that program, at most."""
+CLIMB_LEADERS = 2
+"""Placements that are climbed from, twice as many for latency."""
+CLIMB_WORK, MOST_TRIES, LEAST_TRIES = 150_000, 1200, 100
+"""Tasks that are played while climbing from one placement, as a number of tries; and the limits of that number."""
+QUIET_SHARE = 0.25
+"""Share of the tries without a better placement that ends climbing."""
+SLACK = 0.02
+"""Share by which a neighbour may be worse and be gone on from."""
+MANY_TASKS, FEW_PREDICTED = 1000, 4
+"""Tasks from which on placements are not all predicted: a prediction takes milliseconds. Then so many are, at least."""
+PROVED = 1e-6
+"""Relative distance of a placement and the bound below which nothing is left to prove: rounding."""
 
 
 class Method(Enum):
@@ -42,271 +66,199 @@ class Method(Enum):
 
     ANNEALING = "annealing"
     INTEGER_PROGRAM = "integer program"
-    NEIGHBOURHOODS = "integer programs over neighbourhoods"
+    PAIRS = "integer programs over pairs of devices"
     CLIMBING = "hill climbing"
 
 
-@dataclass
-class Found:
+@dataclass(frozen=True, eq=False)
+class KnownPlacement:
     """A placement of the search's units. ``trail``: the method that found it, and from what."""
 
     home: Home
     trail: Trail
-    objective_seconds: float
-    fits: bool
+    loads: Loads
 
 
 @dataclass(eq=False)
 class CountSearch:
     """Search for one number of micro-batches: its problems and the placements found.
 
-    ``seed``: first random number; ``capacity_scale``: part of every device's memory that may be used.
+    ``capacity_scale``: part of every device's memory that may be used.
     """
 
     model: FreeModel
     batch_size: int
     microbatches: int
-    seed: int = 0
     capacity_scale: float = 1.0
-    tuning: FreeTuning = DEFAULT
-    found: dict[Home, Found] = field(default_factory=dict)
+    known: dict[Home, KnownPlacement] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         model, m = self.model, self.microbatches
+        self.seed = SEED
         self.problem = self._scaled(model.problem(model.unit_of, self.batch_size, m))
         self.exact = self._scaled(model.problem(model.exact_unit_of, self.batch_size, m))
         self.lossless = self.exact.units == self.problem.units
         self.tasks = model.tasks(self.batch_size, m)
-        self.predict = Predictor(self.problem, self.tasks, model.unit_of_task, m, self.tuning)
-        self.bound: Bound = simple_bound(self.exact, steps=self.tuning.bound_steps)
+        self.predict = Predictor(self.problem, self.tasks, model.unit_of_task, m)
+        self.around = Neighbourhood(self.problem, [range(self.problem.units)], model.module_of_unit)
+        self.bound: Bound = simple_bound(self.exact)
         self.methods: list[Method] = []
 
-    def _scaled(self, problem: FreeProblem) -> FreeProblem:
+    def _scaled(self, problem: PlacementProblem) -> PlacementProblem:
         problem.capacity_bytes[:] *= self.capacity_scale
         return problem
 
-    def offer(self, home: Sequence[int], trail: Trail) -> Found:
+    def offer(self, home: Sequence[int], trail: Trail) -> None:
         """Remember a placement; pins are made to hold."""
-        key = obeying(self.problem, home)
-        if key not in self.found:
-            loads = evaluate(self.problem, key)
-            fits = overflow_bytes(self.problem, loads.memory_bytes) == 0
-            self.found[key] = Found(key, trail, loads.objective_seconds, fits)
-        return self.found[key]
+        key = self.problem.obeying(home)
+        if key not in self.known:
+            self.known[key] = KnownPlacement(key, trail, evaluate(self.problem, key))
 
     def start(self) -> float:
-        """Begin with simple placements; return the least predicted seconds of them."""
-        for home, trail in all_starts(
-            self.problem, self.tasks, self.model.unit_of_task, self.model.module_of_unit, self.tuning
-        ):
-            self.offer(home, trail)
-        return min(self.predict(found.home) for found in self._promising(self.tuning.few_predicted))
+        """Begin with simple placements; return the least predicted seconds of what is known."""
+        self.offer(self._soonest(), Trail.of(Origin.EARLIEST_FINISH))
+        fastest = np.argsort(self.problem.seconds.sum(axis=1), kind="stable").tolist()
+        numbers = np.unique(np.linspace(2, len(fastest), RUN_COUNTS).round().astype(int)).tolist()
+        for used in numbers if len(fastest) > 1 else []:
+            chosen = fastest[:used]
+            for devices in dict.fromkeys((tuple(sorted(chosen)), tuple(chosen), tuple(chosen[::-1]))):
+                self.offer(equal_runs(self.problem, devices), Trail.of(Origin.CONTIGUOUS_RUNS, used))
+        return min(self.predict(each.home) for each in self._promising(FEW_PREDICTED))
 
-    def best(self) -> Found:
-        """Return the best by the surrogate; placements that fit come first."""
-        return min(self.found.values(), key=lambda f: (not f.fits, f.objective_seconds))
+    def _soonest(self) -> Home:
+        """Place each task where its forward ends soonest; memory is not looked at."""
+        tasks = self.tasks
+        sent, latency, per_byte = (
+            tasks.sent_bytes.tolist(),
+            tasks.latency.tolist(),
+            tasks.seconds_per_byte.tolist(),
+        )
 
-    def ranked(self, count: int) -> list[Found]:
-        """Return the ``count`` best, in turn the next by prediction and the next by the surrogate."""
-        promising = self._promising(max(self.tuning.few_predicted, 2 * count))
-        rankings = {
-            "prediction": heapq.nsmallest(count, promising, key=lambda f: self.predict(f.home)),
-            "load": heapq.nsmallest(
-                count, self.found.values(), key=lambda f: (not f.fits, f.objective_seconds)
-            ),
-        }
-        chosen: dict[Home, Found] = {}
-        for pair in itertools.zip_longest(*(rankings[name] for name in self.tuning.ranked_by)):
-            for each in pair:
-                if each is not None:
-                    chosen.setdefault(each.home, each)
-        return list(chosen.values())[:count]
+        def arrival(producer: int, end: float, source: int, target: int) -> float:
+            return float(end + latency[source][target] + sent[producer] * per_byte[source][target])
 
-    def _promising(self, count: int) -> list[Found]:
-        """Choose the placements to predict: all; of a large graph, the best by the surrogate and the first offered."""
-        if len(self.tasks) <= self.tuning.many_tasks:
-            return list(self.found.values())
-        known = [found for found in self.found.values() if self.predict.knows(found.home)]
-        first = list(self.found.values())[: self.tuning.first_predicted]
-        best = heapq.nsmallest(count, self.found.values(), key=lambda f: (not f.fits, f.objective_seconds))
-        return list({found.home: found for found in (*known, *first, *best)}.values())
+        return earliest_finish(
+            sorted(range(len(tasks)), key=lambda task: (-tasks.urgency[task], task)),
+            tasks.producers,
+            tasks.forward.tolist(),
+            arrival,
+            self.model.unit_of_task.tolist(),
+            [np.flatnonzero(allowed).tolist() for allowed in self.problem.allowed.T],
+        )
+
+    def best(self, count: int = 1) -> list[KnownPlacement]:
+        """Return the best by the objective, what fits first."""
+        return heapq.nsmallest(count, self.known.values(), key=lambda each: each.loads.rank)
+
+    def ranked(self, count: int) -> list[KnownPlacement]:
+        """Return the ``count`` best by prediction."""
+        promising = self._promising(max(FEW_PREDICTED, 2 * count))
+        return heapq.nsmallest(count, promising, key=lambda each: self.predict(each.home))
+
+    def _promising(self, count: int) -> list[KnownPlacement]:
+        """Choose the placements to predict: all; of a large graph, the best by the objective and what is predicted."""
+        if len(self.tasks) <= MANY_TASKS:
+            return list(self.known.values())
+        predicted = [each for each in self.known.values() if self.predict.knows(each.home)]
+        return list({each.home: each for each in (*predicted, *self.best(count))}.values())
 
     def run(self, deadline: float, *, latency: bool = False) -> None:
-        """Improve until nothing helps or the time is over; large problems with other random numbers too."""
+        """Improve until nothing helps or the time is over.
+
+        The objective, the busiest device, is no measure of latency, but balanced placements are a start.
+        """
         if self.problem.devices < 2 or not (self.problem.allowed.sum(axis=0) > 1).any():
             return
-        tuning = self.tuning
-        first, silent = self.seed, 0
-        large = self.problem.units * self.problem.devices > tuning.exact_choices
-        best = math.inf
-        for self.seed in range(first, first + (tuning.most_seeds if large else 1)):
-            began = time.perf_counter()
-            self._once(deadline, latency and self.microbatches == 1)
-            found = min(self.predict(each.home) for each in self._promising(tuning.few_predicted))
-            silent = 0 if found < best * (1 - tuning.seed_gain) else silent + 1
-            best = min(best, found)
-            now = time.perf_counter()
-            if silent == tuning.quiet_seeds or now + tuning.seed_time * (now - began) > deadline:
-                break
-        self.seed = first
-
-    def _once(self, deadline: float, latency: bool) -> None:
-        """Search once with one set of random numbers.
-
-        The surrogate, the busiest device, is no measure of latency, but balanced placements are a start.
-        """
-        now = time.perf_counter()
-        balance, refine = (0.3, 0.5) if latency else (0.55, 0.75)
-        self._multilevel(now + balance * (deadline - now))
-        self._neighbourhoods(now + refine * (deadline - now))
-        self._climb(deadline, 2 * self.tuning.climb_leaders if latency else self.tuning.climb_leaders)
+        latency = latency and self.microbatches == 1
+        left = deadline - time.perf_counter()
+        self._balance(deadline - 0.6 * left if latency else deadline - 0.3 * left)
+        self._climb(deadline, 2 * CLIMB_LEADERS if latency else CLIMB_LEADERS)
 
     @property
     def proved(self) -> bool:
-        """True if the best by the surrogate meets the bound."""
-        best = self.best()
-        return best.fits and best.objective_seconds <= self.bound.seconds * (1 + 1e-6)
+        """True if the best by the objective meets the bound."""
+        loads = self.best()[0].loads
+        return not loads.overflow_bytes and loads.objective_seconds <= self.bound.seconds * (1 + PROVED)
 
-    def _multilevel(self, deadline: float) -> None:
-        """Improve the leaders on coarse units, by annealing and a program, then refine them level by level."""
-        tuning = self.tuning
-        chain = levels(self.problem, tuning.coarse_units, tuning)
-        coarse = chain[-1].problem if chain else self.problem
-        leaders = heapq.nsmallest(
-            tuning.leaders, self.found.values(), key=lambda f: (not f.fits, f.objective_seconds)
-        )
-        steps = min(tuning.anneal_most_steps, tuning.anneal_steps_per_unit * coarse.units)
-        cooling = Cooling(steps, tuning.anneal_first, tuning.anneal_last)
-        best: list[tuple[Home, float]] = []
-        share = (deadline - time.perf_counter()) * 0.5 / (len(leaders) + 1)
-        for number, leader in enumerate(leaders):
-            home = _up(chain, leader.home)
-            until = time.perf_counter() + share
-            home = anneal(coarse, home, cooling, self.seed + number, until, tuning)
-            best.append((home, self._value(coarse, home)))
-        self.methods.append(Method.ANNEALING)
-        if not best:
-            return
-        best.sort(key=lambda pair: pair[1])
-        solved = None if chain else self._program(best[0][0], time.perf_counter() + share)
-        homes = [home for home, _ in best] if solved is None else [solved, *(home for home, _ in best)]
-        for number, home in enumerate(dict.fromkeys(homes)):
-            self._down(chain, home, number, deadline)
-
-    def _value(self, problem: FreeProblem, home: Home) -> float:
-        """Return the surrogate in seconds; ten times as many if the placement does not fit."""
-        loads = evaluate(problem, home)
-        over = overflow_bytes(problem, loads.memory_bytes)
-        return loads.objective_seconds * (10.0 if over > 0 else 1.0)
-
-    def _down(self, chain: Sequence[Level], home: Home, number: int, deadline: float) -> None:
-        """Refine a coarse placement level by level."""
-        tuning = self.tuning
-        for depth in reversed(range(len(chain))):
-            below = chain[depth - 1].problem if depth else self.problem
-            home = chain[depth].down(home)
-            steps = min(tuning.refine_most_steps, tuning.refine_steps_per_unit * below.units)
-            left = deadline - time.perf_counter()
-            if left > 0:
-                cooling = Cooling(steps, tuning.refine_first, tuning.anneal_last)
-                until = time.perf_counter() + 0.3 * left
-                home = anneal(below, home, cooling, self.seed + number, until, tuning)
-        self.offer(home, Trail.of(Origin.ANNEALED))
-
-    def _program(self, home: Home, deadline: float) -> Home | None:
-        """Solve one integer program over all units; None if it was not tried or found nothing better."""
-        problem, tuning = self.problem, self.tuning
-        seconds = min(tuning.program_seconds, deadline - time.perf_counter())
-        few = (
-            problem.units * problem.devices <= tuning.exact_choices
-            and program_terms(problem) <= tuning.program_terms
-        )
-        if not tuning.exact_program or not few or seconds < 0.2 or (self.lossless and self.proved):
-            return None
-        value = self._value(problem, home)
-        known = self.bound.seconds if self.lossless else 0.0
-        found = solve_program(problem, home, value, bound_seconds=known, limit_seconds=seconds)
-        self.methods.append(Method.INTEGER_PROGRAM)
-        if self.lossless and self.capacity_scale == 1 and found.bound_seconds > self.bound.seconds:
-            self.bound = Bound(found.bound_seconds, BoundMethod.INTEGER_PROGRAM)
-        return found.home
-
-    def _neighbourhoods(self, deadline: float) -> None:
-        """Fix most units and free some of the busiest device and another, while that helps."""
-        tuning, draw = self.tuning, np.random.default_rng(self.seed)
-        silent = 0
-        while silent < tuning.quiet_neighbourhoods and time.perf_counter() < deadline and not self.proved:
-            best = self.best()
-            loads = evaluate(self.problem, best.home).seconds
-            busiest = int(loads.argmax())
-            others = [d for d in np.argsort(loads, kind="stable").tolist() if d != busiest]
-            other = others[silent % len(others)] if silent < 2 else others[int(draw.integers(len(others)))]
-            free = self._freed(best.home, (busiest, other), draw)
-            small = program_terms(self.problem, free) <= tuning.program_terms
-            if tuning.neighbourhood_programs and len(free) > 1 and small:
-                seconds = min(tuning.neighbourhood_seconds, deadline - time.perf_counter())
-                solved = solve_program(
-                    self.problem,
-                    best.home,
-                    self._value(self.problem, best.home),
-                    free=free,
-                    bound_seconds=self.bound.seconds,
-                    limit_seconds=seconds,
-                    gap=tuning.neighbourhood_gap,
-                )
-                if solved.home is not None:
-                    self.offer(solved.home, Trail.of(Origin.INTEGER_PROGRAM))
-            after = self.best()
-            improved = after.objective_seconds < best.objective_seconds * (1 - 1e-6) or (
-                after.fits and not best.fits
-            )
-            silent = 0 if improved else silent + 1
-        self.methods.append(Method.NEIGHBOURHOODS)
-
-    def _freed(self, home: Home, pair: tuple[int, int], draw: np.random.Generator) -> list[int]:
-        """Choose units of the pair: those at borders, then their neighbours, up to ``freed_units``."""
+    def _balance(self, deadline: float) -> None:
+        """Make the busiest device less busy: by annealing, by a program over everything, by programs over pairs."""
         problem = self.problem
-        edge = [u for u in borders(problem, home) if home[u] in pair]
-        if len(edge) > self.tuning.freed_units:
-            edge = sorted(draw.choice(edge, self.tuning.freed_units, replace=False).tolist())
-        free = dict.fromkeys(
-            edge or [u for u in range(problem.units) if home[u] in pair][: self.tuning.freed_units]
-        )
-        queue = list(free)
-        for u in queue:
-            for v in problem.neighbours[u]:
-                if len(free) >= self.tuning.freed_units:
-                    return list(free)
-                if v not in free and home[v] in pair:
-                    free[v] = None
-                    queue.append(v)
-        return list(free)
+        leaders = [each.home for each in self.best(CHAINS)]
+        starts = (leaders * -(-CHAINS // len(leaders)))[:CHAINS]
+        now = time.perf_counter()
+        for home in anneal(
+            problem,
+            starts,
+            [range(problem.units)],
+            steps=min(MOST_STEPS, STEPS_PER_UNIT * problem.units),
+            hottest=HOTTEST,
+            power=POWER,
+            seed=self.seed,
+            deadline=now + 0.5 * (deadline - now),
+        )[:4]:
+            self.offer(home, Trail.of(Origin.ANNEALED))
+        self.methods.append(Method.ANNEALING)
+        few = problem.units * problem.devices <= EXACT_CHOICES and program_terms(problem) <= MOST_TERMS
+        seconds = min(PROGRAM_SECONDS, deadline - time.perf_counter())
+        if few and seconds > 0 and not (self.lossless and self.proved):
+            self._solve(seconds)
+        if not self.proved and time.perf_counter() < deadline:
+            self.offer(divided(problem, self.best()[0].home, deadline), Trail.of(Origin.INTEGER_PROGRAM))
+            self.methods.append(Method.PAIRS)
+
+    def _solve(self, seconds: float) -> None:
+        """Solve one integer program over all units."""
+        best = self.best()[0]
+        # where nothing that fits is known, a slower placement may
+        value = best.loads.objective_seconds * (10.0 if best.loads.overflow_bytes else 1.0)
+        known = self.bound.seconds if self.lossless else 0.0
+        answer = solve_program(self.problem, best.home, value, bound_seconds=known, limit_seconds=seconds)
+        self.methods.append(Method.INTEGER_PROGRAM)
+        if answer.home is not None:
+            self.offer(answer.home, Trail.of(Origin.INTEGER_PROGRAM))
+        if self.lossless and self.capacity_scale == 1 and answer.bound_seconds > self.bound.seconds:
+            self.bound = Bound(answer.bound_seconds, BoundMethod.INTEGER_PROGRAM)
 
     def _climb(self, deadline: float, count: int) -> None:
         """Climb on the predicted step, from the best few by prediction."""
-        tuning = self.tuning
-        around = Neighbourhood(self.problem, self.model.module_of_unit, tuning)
         work = len(self.tasks) * min(3, self.microbatches)
-        tries = max(tuning.climb_least_tries, min(tuning.climb_most_tries, tuning.climb_work // work))
-        promising = self._promising(tuning.few_predicted)
-        leaders = heapq.nsmallest(count, promising, key=lambda f: self.predict(f.home))
+        tries = max(LEAST_TRIES, min(MOST_TRIES, CLIMB_WORK // work))
+        leaders = self.ranked(count)
         for number, leader in enumerate(leaders):
             now = time.perf_counter()
             home = climb(
                 self.predict,
                 leader.home,
-                around,
-                tries=tries,
-                quiet=int(tuning.climb_quiet_share * tries),
-                seed=self.seed + number,
+                partial(self.around.draw, draw=random.Random(self.seed + number)),
+                quiet=int(QUIET_SHARE * tries),
                 deadline=now + (deadline - now) / (len(leaders) - number),
-                slack=tuning.climb_slack,
+                slack=SLACK,
+                tries=tries,
             )
-            self.offer(home, leader.trail if home == leader.home else leader.trail.then(Origin.MOVED))
+            self.offer(home, leader.trail.then(Origin.MOVED))
         self.methods.append(Method.CLIMBING)
 
 
-def _up(chain: Sequence[Level], home: Home) -> Home:
-    for level in chain:
-        home = level.up(home)
+def equal_runs(problem: PlacementProblem, devices: Sequence[int]) -> Home:
+    """Cut the program's order into runs on ``devices`` in turn so that the longest is as short as possible."""
+    begun = np.concatenate([np.zeros((problem.devices, 1)), np.cumsum(problem.seconds, axis=1)], axis=1)
+    low, high = 0.0, float(problem.seconds.max(axis=0).sum())
+    best = _filled(begun, devices, high)
+    for _ in range(RUN_BISECTIONS):
+        middle = (low + high) / 2
+        home = _filled(begun, devices, middle)
+        if len(home) < problem.units:
+            low = middle
+        else:
+            best, high = home, middle
+    return tuple(best)
+
+
+def _filled(begun: FloatArray, devices: Sequence[int], most: float) -> list[int]:
+    """Fill device after device up to ``most`` seconds, as far as that goes. ``begun``: [K, n + 1] seconds before units."""
+    home: list[int] = []
+    for d in devices:
+        first = len(home)
+        end = int(np.searchsorted(begun[d], begun[d, first] + most * (1 + 1e-12), side="right")) - 1
+        home += [d] * (max(first, end) - first)
     return home

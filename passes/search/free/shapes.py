@@ -27,11 +27,14 @@ from cost_models.compute import optimizer_seconds
 from cost_models.memory import state_bytes
 from passes.costs.costs import GraphCosts
 from passes.graph.graph import OpGraph
+from passes.search.free.predict import MESSAGE_SHARE
 from passes.search.free.request import FreeRequest
 from passes.search.free.splits import proportional
-from passes.search.free.tuning import FreeTuning
 from passes.split.families import Family
 from passes.split.split import Split
+
+SHAPE_NUMBERS = 5
+"""Numbers of devices, and of micro-batches, for which shapes are estimated."""
 
 
 @dataclass(frozen=True)
@@ -101,11 +104,11 @@ def shapes(
     ``chosen``: sets of families; ``counts``: numbers of micro-batches.
     """
     found: dict[object, Shape] = {}
-    numbers = np.unique(np.linspace(0, len(counts) - 1, request.tuning.shape_numbers).round().astype(int))
+    numbers = np.unique(np.linspace(0, len(counts) - 1, SHAPE_NUMBERS).round().astype(int))
     for families in dict.fromkeys((*map(tuple, chosen), *map(alternating, chosen))):
         for m in (counts[i] for i in numbers.tolist()):
             seconds = family_seconds(graph, costs, cluster, request, m, families)
-            for shape in _of_one_count(families, m, seconds, request.tuning):
+            for shape in _of_one_count(families, m, seconds):
                 key = shape.families, shape.sizes, shape.ranks
                 if key not in found or shape.seconds < found[key].seconds:
                     found[key] = shape
@@ -126,12 +129,10 @@ def alternating(families: Sequence[Family]) -> tuple[Family, ...]:
     return tuple(kept)
 
 
-def _of_one_count(
-    families: Sequence[Family], m: int, seconds: FamilySeconds, tuning: FreeTuning
-) -> Iterator[Shape]:
+def _of_one_count(families: Sequence[Family], m: int, seconds: FamilySeconds) -> Iterator[Shape]:
     """Yield the shapes of one number of micro-batches: by devices, by families and by sizes."""
     fastest = np.argsort(-seconds.speeds, kind="stable").tolist()
-    for n in np.unique(np.linspace(2, len(fastest), tuning.shape_numbers).round().astype(int)).tolist():
+    for n in np.unique(np.linspace(2, len(fastest), SHAPE_NUMBERS).round().astype(int)).tolist():
         ranks = fastest[:n]
         by_speed = seconds.speeds[ranks] / seconds.speeds[ranks].sum()
         paying = [i for i in range(len(families)) if _pays(i, ranks, by_speed, seconds)]
@@ -141,14 +142,14 @@ def _of_one_count(
             of = list(members)
             total, messages = seconds.whole[of].sum(axis=0), seconds.messages[of].sum(axis=0)
             rest = float(seconds.whole.sum(axis=0)[ranks[0]] - total[ranks[0]] + seconds.rest[ranks[0]])
-            fixed = [tuning.message_share * float(messages[d]) for d in ranks]
+            fixed = [MESSAGE_SHARE * float(messages[d]) for d in ranks]
             fixed[0] = rest
             together = equalized([float(total[d]) for d in ranks], fixed)
             after_each_other = equalized(
                 [float(total[d]) for d in ranks], [float(messages[d]) for d in ranks]
             )
             for shares in dict.fromkeys((tuple(by_speed.tolist()), together, after_each_other)):
-                shape = _shape([families[i] for i in of], of, ranks, shares, m, rest, seconds, tuning)
+                shape = _shape([families[i] for i in of], of, ranks, shares, m, rest, seconds)
                 if shape is not None:
                     yield shape
 
@@ -167,7 +168,6 @@ def _shape(
     m: int,
     rest: float,
     seconds: FamilySeconds,
-    tuning: FreeTuning,
 ) -> Shape | None:
     """Make a shape with its estimate; None if fewer than two devices have a share.
 
@@ -186,7 +186,7 @@ def _shape(
         first += float((part * seconds.whole[i, at] + seconds.messages[i, at]).max())
         away[at] += seconds.messages[i, at]
         away[own[0]] += seconds.messages[i, at].sum()
-    lost = float((tuning.message_share * away * seconds.speeds).sum())
+    lost = float((MESSAGE_SHARE * away * seconds.speeds).sum())
     period = (1.0 + lost) / float(seconds.speeds.sum())
     estimate = first / m + (1 - 1 / m) * period
     return Shape(tuple(family for _, family in several), tuple(sizes), tuple(own), m, estimate)

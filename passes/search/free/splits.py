@@ -17,10 +17,18 @@ from cost_models.cluster import ClusterSpec
 from cost_models.errors import UsageError
 from passes.costs.costs import GraphCosts
 from passes.graph.graph import OpGraph
-from passes.search.free.tuning import DEFAULT, FreeTuning
 from passes.shard.words import operands
 from passes.split.families import Family, families
 from passes.split.split import Split, split_neurons
+
+MOST_BLOCK_DEVICES = 16
+"""Devices up to which models are split by themselves."""
+LARGE_FAMILY = 0.3
+"""Share of a device's fair part of all work above which a family is large, hard to balance."""
+WORTH_FAMILY = 0.005
+"""Share of all work below which a family is left whole."""
+MOST_SPLIT_OPS, OPS_PER_BLOCK = 8000, 12
+"""Ops that a graph with blocks may have; ops that a block of a family brings, about."""
 
 
 def given_splits(graph: OpGraph, wanted: Mapping[str, Sequence[int]]) -> tuple[Split, ...]:
@@ -93,7 +101,7 @@ def _close(glob: str, known: Sequence[Family]) -> str:
 
 
 def automatic_families(
-    graph: OpGraph, costs: GraphCosts, cluster: ClusterSpec, tuning: FreeTuning = DEFAULT
+    graph: OpGraph, costs: GraphCosts, cluster: ClusterSpec
 ) -> tuple[tuple[Family, ...], ...]:
     """Choose sets of families: those too large for a device's fair share; and all that are worth it, if those are more.
 
@@ -101,7 +109,7 @@ def automatic_families(
     graph would have too many ops, or there are too many devices.
     """
     count = cluster.world_size
-    if not 1 < count <= tuning.most_block_devices or len(graph) > tuning.most_split_ops:
+    if not 1 < count <= MOST_BLOCK_DEVICES or len(graph) > MOST_SPLIT_OPS:
         return ()
     known = [family for family in families(graph) if family.units > 1]
     table = costs.at(graph.example_batch_size)  # as families' FLOPs are counted
@@ -112,13 +120,12 @@ def automatic_families(
     def above(flops: float) -> tuple[Family, ...]:
         return tuple(family for family in known if family.flops > flops or family.name in heavy)
 
-    large, worth = above(tuning.large_family * work / count), above(tuning.worth_family * work)
+    large, worth = above(LARGE_FAMILY * work / count), above(WORTH_FAMILY * work)
     return tuple(
         chosen
         for chosen in dict.fromkeys((large, worth))
         if chosen
-        and len(graph) + sum(len(family.ops) for family in chosen) * count * tuning.ops_per_block
-        <= tuning.most_split_ops
+        and len(graph) + sum(len(family.ops) for family in chosen) * count * OPS_PER_BLOCK <= MOST_SPLIT_OPS
     )
 
 

@@ -18,7 +18,7 @@ from cost_models.errors import InfeasibleError, TimeLimitError
 from passes.costs.costs import GraphCosts, cost_graph, costs_of
 from passes.graph.graph import OpGraph
 from passes.lower.candidate import Candidate, Origin, Trail, anywhere
-from passes.search.free.list_judge import ListJudge
+from passes.search.free.judge import ListJudge
 from passes.search.free.place import place_free
 from passes.search.free.request import FreeRequest
 from passes.search.free.shapes import Shape
@@ -92,7 +92,7 @@ def split_variant(
 
 def layer_start(request: FreeRequest, judge: Judge) -> Outcome | None:
     """Plan the same request layer-wise; None where there is no such plan, or it breaks a pin."""
-    if request.splits or not request.tuning.from_layer_wise:
+    if request.splits:
         return None
     if request.start is not None:
         return request.start
@@ -142,7 +142,7 @@ def place_variant(
 ) -> Attempt:
     """Search the best placement of a variant. ``before``: placements of other variants to begin with too."""
     graph, costs = variant.graph, variant.costs
-    judge = ListJudge(graph, costs, cluster, request.job, request.tuning)
+    judge = ListJudge(graph, costs, cluster, request.job)
     starts = list(_starts(variant, cluster, judge.recomputed, start, before))
     search = place_free(graph, costs, cluster, request, judge, starts)
     return Attempt(variant, judge, search, judge.finished(search.best.candidate, budget.left_seconds))

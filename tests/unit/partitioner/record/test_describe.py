@@ -160,7 +160,7 @@ def test_runner_ups_of_a_free_search_are_told_apart_by_how_they_were_found() -> 
         RunnerUp(Label.of_layer_wise(pipeline(2, "1f1b", 2)), 9.0, 1),
     ]
     assert distinct_runner_ups([more, *others, runs]) == [runs, *others]
-    faster = [found_by(Origin.MODULES_APART, 1, count, 2.0) for count in range(5, 10)]
+    faster = [found_by(Origin.CONTIGUOUS_RUNS, 1, count, 2.0) for count in range(5, 10)]
     named = replace(others[-1], named=True)
     assert distinct_runner_ups([*faster, named]) == [*faster[:4], named], (
         "the plan that the search began with"

@@ -12,7 +12,7 @@ from cost_models.errors import InternalError
 from passes.graph.graph import OpGraph
 from passes.graph.recomputed import recomputed_ops
 from passes.lower.lower import crossing_values
-from passes.lower.segment import Segmentation, by_reach, by_stage, merge, segment_edges
+from passes.lower.segment import Segmentation, by_reach, by_stage, segment_edges
 from passes.lower.summarize import tied_groups
 from runtime.check.check import check
 from runtime.program.program import Segment, SegmentCost, SegmentGraph, TiedGroup, Value
@@ -58,25 +58,6 @@ def test_any_placement_is_segmented_scheduled_proved_and_simulated(
     simulation = simulate_ranks(programs, segments, links=ClusterSpec.local(ranks))
     work = sum((s.cost.forward_seconds + s.cost.backward_seconds * s.has_backward) for s in segments.segments)
     assert simulation.step_seconds >= microbatches * work / ranks - 1e-9
-
-
-@drawn(40)
-@given(seed=st.integers(0, 10**6), ranks=st.integers(2, 3))
-def test_merging_keeps_segments_acyclic_and_never_slower(seed: int, ranks: int) -> None:
-    model = random_model(seed)
-    placement = random_placement(model.graph, frozenset(), ranks, seed)
-    before = by_reach(model.graph, placement, frozenset())
-
-    def makespan(segmentation: Segmentation) -> float:
-        segments, _ = summary(model, segmentation, ranks)
-        orders = SCHEDULES["list"].order(segments, 2)
-        programs = build_programs(segments, orders, 2, transfer_seconds=lambda *_: 0.0)
-        return simulate_ranks(programs, segments, links=ClusterSpec.local(ranks)).step_seconds
-
-    after = merge(model.graph, before, makespan, limit=30)
-    _is_sound(model.graph, after, placement)
-    assert len(after) <= len(before)
-    assert makespan(after) <= makespan(before) + 1e-9
 
 
 def _is_sound(graph: OpGraph, segmentation: Segmentation, placement: dict[str, tuple[int, ...]]) -> None:

@@ -36,7 +36,7 @@ def _layer_wise(stages: int, schedule: str, microbatches: int) -> Label:
         (Label.of_trail(ANNEALED, 1), "annealed, 1 micro-batch"),
         (Label.of_trail(ANNEALED.then(Origin.MOVED), 8), "annealed, moved, 8 micro-batches"),
         (Label.of_trail(Trail.of(Origin.CONTIGUOUS_RUNS, 3), 2), "3 contiguous runs, 2 micro-batches"),
-        (Label.of_trail(Trail.of(Origin.MODULES_APART, 2), 2), "modules of depth 2 apart, 2 micro-batches"),
+        (Label.of_trail(Trail.of(Origin.CONTIGUOUS_RUNS, 2), 2), "2 contiguous runs, 2 micro-batches"),
         (Label.of_variant(1, 1, 0), "1 segment, 1 micro-batch"),
         (Label.of_variant(14, 2, 1), "14 segments, 2 micro-batches, 1 op split"),
         (Label.of_variant(14, 2, 3), "14 segments, 2 micro-batches, 3 ops split"),

@@ -10,8 +10,9 @@ import time
 import pytest
 
 from cost_models.errors import GraphError, InfeasibleError
-from passes.search.cost_graph.bisect_pairs import bisect_pairs
-from passes.search.cost_graph.bound import SetBound, load_bound
+from passes.search.anywhere.bound import simple_bound
+from passes.search.anywhere.pairs import divided
+from passes.search.anywhere.problem import evaluate as loads_of_groups
 from passes.search.cost_graph.contiguous import place_contiguous
 from passes.search.cost_graph.downsets import Order, prefixes
 from passes.search.cost_graph.graph import (
@@ -23,8 +24,9 @@ from passes.search.cost_graph.graph import (
     evaluate,
     named,
 )
-from passes.search.cost_graph.groups import colour_groups, contiguous_groups, free_groups, group_loads
+from passes.search.cost_graph.groups import colour_groups, contiguous_groups, free_groups
 from passes.search.cost_graph.refine import refined
+from passes.search.cost_graph.set_bound import SetBound
 from passes.search.cost_graph.throughput import place_for_throughput
 from tests.support.matrix import some
 from tests.support.placement_evaluator import is_contiguous, loads_of, random_graph
@@ -129,10 +131,10 @@ def test_dividing_and_tidying_never_raise_the_largest_load(seed: int) -> None:
     if broken_rules(graph, start, False):
         start = (len(graph.machine.devices) - 1,) * len(graph.nodes)
     homes = problem.of_groups(start)
-    before = max(group_loads(problem, homes))
-    divided = bisect_pairs(problem, homes, group_loads(problem, homes), math.inf)
-    neat = refined(graph, problem, divided)
-    loads = [evaluate(graph, problem.of_nodes(found)) for found in (divided, neat)]
+    before = loads_of_groups(problem.placement, homes).objective_seconds
+    shared = divided(problem.placement, homes, math.inf)
+    neat = refined(graph, problem, shared)
+    loads = [evaluate(graph, problem.of_nodes(found)) for found in (shared, neat)]
     assert loads[0].max_load <= before * (1 + 1e-12)
     assert loads[1].max_load <= loads[0].max_load * (1 + 1e-12)
     assert sum(loads[1].loads) <= sum(loads[0].loads) * (1 + 1e-12)
@@ -181,8 +183,8 @@ def test_no_bound_where_the_cpus_hold_everything_but_for_rounding() -> None:
     graph = random_graph(0, count=12, accelerators=2, cpus=2, tight=True, colours=True)
     problem = colour_groups(graph)
     homes = (3,) * problem.count
-    value = max(group_loads(problem, homes))
+    value = loads_of_groups(problem.placement, homes).objective_seconds
     search = SetBound(problem, value)
     search.know(homes)
-    found = search.improve(load_bound(problem), time.monotonic() + 20)
-    assert found.value <= min(value, place_for_throughput(graph, 5.0).value) * (1 + 1e-9)
+    found = search.improve(simple_bound(problem.placement), time.monotonic() + 20)
+    assert found.seconds <= min(value, place_for_throughput(graph, 5.0).value) * (1 + 1e-9)

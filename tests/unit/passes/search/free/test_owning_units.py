@@ -15,9 +15,8 @@ from passes.graph.recomputed import recomputed_ops
 from passes.graph.state import owning_units
 from passes.lower.job import Job
 from passes.lower.segment import by_reach
-from passes.search.free.choices import resolved_pins
 from passes.search.free.model import read_free_model
-from passes.search.free.request import FreeRequest
+from passes.search.free.request import FreeRequest, resolved_pins
 from passes.trace.trace import trace
 
 TWO = ClusterSpec.local(2)

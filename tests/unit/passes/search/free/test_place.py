@@ -15,7 +15,7 @@ from passes.graph.graph import OpGraph
 from passes.graph.recomputed import recomputed_ops
 from passes.lower.candidate import Candidate, anywhere
 from passes.lower.job import Job
-from passes.search.free.list_judge import ListJudge
+from passes.search.free.judge import ListJudge
 from passes.search.free.place import place_free
 from passes.search.free.request import FreeRequest
 from passes.search.infeasible import overflow_bytes
@@ -224,10 +224,9 @@ def test_latency_is_one_batch_at_a_time() -> None:
 
 
 def test_the_number_of_micro_batches_is_chosen() -> None:
-    _, judge = place(toy_graph(4), microbatches="auto")
-    counts = {candidate.microbatches for candidate in judge.seen}
-    assert len(counts) > 1
-    assert counts <= {1, 2, 4, 8}
+    """A chain on two devices: they work beside each other on several micro-batches only."""
+    result, _ = place(toy_graph(4), microbatches="auto")
+    assert result.best.candidate.microbatches in (2, 4, 8)
 
 
 def test_the_same_request_has_the_same_answer() -> None:

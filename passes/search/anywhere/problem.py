@@ -1,18 +1,22 @@
-"""The free placement as numbers: units, what they send each other, devices, links. No graph, no torch.
+"""A placement problem as numbers: units, what they send each other, devices, links. No graph, no torch.
 
 Words
-    unit      ops that share a device; numbered along the program's order
+    unit      what shares a device: ops of a model, nodes of a cost graph; numbered along the program's order
     net       the values of one unit that one set of other units reads; each is sent once to every device that reads it
     tie       state that several units read (tied weights): every device that has one of them holds a copy, and their
               gradients are summed once per step
+    home      the device of every unit
 
-Surrogate of the step, in seconds; all per step, so micro-batches are already counted:
+The objective S, of one step; micro-batches are already counted:
 
-    load(d) = Σ seconds[d, u] over its units + Σ pair(e, d, d') over its nets and what it reads
-            + its part of the sums of ties
-    pair(e, a, b) = messages[e] · latency[a, b] + bytes[e] · seconds_per_byte[a, b]
-              charged to both ends a and b, activations and gradients together
+    load(d) = Σ seconds[d, u] over its units + what it pays for its nets + its part of the sums of ties
     S       = max over devices of load(d)                                  the busiest device, communication included
+
+Who pays for a net is the one thing in which models and cost graphs differ (``paid_once``):
+
+    each message    both ends a and b pay pair(e, a, b) = messages[e] · latency[a, b] + bytes[e] · seconds_per_byte[a, b]
+                    for every device b that reads the net, activations and gradients together
+    once            every device d with a part of a net that is not wholly there pays bytes[e] · paid_once[d]
 
 Bytes of a device: its units' state and saved activations, a copy of every tie that it reads, and what it receives.
 """
@@ -25,14 +29,12 @@ from functools import cached_property
 from typing import TypeAlias
 
 import numpy as np
-from numpy.typing import NDArray
 
 from cost_models.arrays import FloatArray
+from passes.search.touches import BoolArray
 
-BoolArray: TypeAlias = NDArray[np.bool_]
-
-MEMORY_TOLERANCE = 1e-9
-"""Relative slack in memory comparisons, so that sums in another order do not change the answer."""
+Home: TypeAlias = tuple[int, ...]
+"""A device for every unit."""
 
 
 @dataclass(frozen=True)
@@ -42,10 +44,15 @@ class Net:
     producer: int
     readers: tuple[int, ...]
 
+    @property
+    def members(self) -> tuple[int, ...]:
+        """The producer and its readers."""
+        return (self.producer, *self.readers)
+
 
 @dataclass(frozen=True, eq=False)
-class FreeProblem:
-    """Placement problem of one number of micro-batches. n units, E nets, T ties, K devices."""
+class PlacementProblem:
+    """n units, E nets, T ties, K devices."""
 
     seconds: FloatArray
     """[K, n] forward + backward of all micro-batches, and the optimizer's step."""
@@ -73,7 +80,10 @@ class FreeProblem:
     capacity_bytes: FloatArray
     """[K] memory of each device."""
     allowed: BoolArray
-    """[K, n] True where pins let the unit be."""
+    """[K, n] True where the unit may be."""
+    paid_once: FloatArray | None = None
+    """[K] seconds per byte that a device pays once for a net, whoever else has a part of it; latency, messages and
+    received bytes are then 0. None: both ends pay for each message."""
 
     @property
     def units(self) -> int:
@@ -84,14 +94,9 @@ class FreeProblem:
         return int(self.seconds.shape[0])
 
     @cached_property
-    def produced(self) -> tuple[tuple[int, ...], ...]:
-        """Return the nets that each unit produces."""
-        return _by_unit(self.units, [(net.producer,) for net in self.nets])
-
-    @cached_property
-    def read(self) -> tuple[tuple[int, ...], ...]:
-        """Return the nets that each unit reads."""
-        return _by_unit(self.units, [net.readers for net in self.nets])
+    def nets_of(self) -> tuple[tuple[int, ...], ...]:
+        """Return the nets that each unit produces or reads."""
+        return _by_unit(self.units, [net.members for net in self.nets])
 
     @cached_property
     def ties_of(self) -> tuple[tuple[int, ...], ...]:
@@ -101,12 +106,12 @@ class FreeProblem:
     @cached_property
     def neighbours(self) -> tuple[tuple[int, ...], ...]:
         """Return the units that each unit sends to or reads from."""
-        found: list[set[int]] = [set() for _ in range(self.units)]
+        near: list[set[int]] = [set() for _ in range(self.units)]
         for net in self.nets:
             for reader in net.readers:
-                found[net.producer].add(reader)
-                found[reader].add(net.producer)
-        return tuple(tuple(sorted(units)) for units in found)
+                near[net.producer].add(reader)
+                near[reader].add(net.producer)
+        return tuple(tuple(sorted(units)) for units in near)
 
     def pair_seconds(self, net: int, a: int, b: int) -> float:
         """Return the seconds of a net's messages between devices ``a`` and ``b`` in a step."""
@@ -128,13 +133,24 @@ class FreeProblem:
         slowest = max(self.seconds_per_byte[a, b] for a, b in hops)
         return float(2 * (k - 1) * (latency + self.sum_bytes[tie] / k * slowest))
 
+    def obeying(self, home: Sequence[int]) -> Home:
+        """Return ``home`` with every unit that may not be where it is on the fastest device that it may be on."""
+        where = np.asarray(home, dtype=np.int64)
+        wrong = ~self.allowed[where, np.arange(self.units)]
+        fastest = np.where(self.allowed, self.seconds, np.inf).argmin(axis=0)
+        return tuple(np.where(wrong, fastest, where).tolist())
+
+    def borders(self, home: Sequence[int]) -> list[int]:
+        """Return the units that have a neighbour on another device."""
+        return [u for u, near in enumerate(self.neighbours) if any(home[v] != home[u] for v in near)]
+
 
 def _by_unit(units: int, groups: Sequence[Sequence[int]]) -> tuple[tuple[int, ...], ...]:
-    found: list[list[int]] = [[] for _ in range(units)]
+    groups_of: list[list[int]] = [[] for _ in range(units)]
     for index, members in enumerate(groups):
         for u in members:
-            found[u].append(index)
-    return tuple(map(tuple, found))
+            groups_of[u].append(index)
+    return tuple(map(tuple, groups_of))
 
 
 @dataclass(frozen=True, eq=False)
@@ -145,13 +161,20 @@ class Loads:
     message_seconds: FloatArray
     """Part of ``seconds`` that is messages."""
     memory_bytes: FloatArray
+    overflow_bytes: float
+    """Bytes by which devices' memory is exceeded, summed; 0 where everything fits."""
 
     @property
     def objective_seconds(self) -> float:
         return float(self.seconds.max())
 
+    @property
+    def rank(self) -> tuple[float, float]:
+        """The order of placements: what overflows less, then what is faster."""
+        return self.overflow_bytes, self.objective_seconds
 
-def evaluate(problem: FreeProblem, home: Sequence[int]) -> Loads:
+
+def evaluate(problem: PlacementProblem, home: Sequence[int]) -> Loads:
     """Return the loads of a placement, ``home[u]`` the device of unit u, by their definition.
 
     This is the reference that all solvers are tested against.
@@ -163,7 +186,12 @@ def evaluate(problem: FreeProblem, home: Sequence[int]) -> Loads:
     message = np.zeros(k)
     for e, net in enumerate(problem.nets):
         source = home[net.producer]
-        for target in {home[r] for r in net.readers} - {source}:
+        targets = {home[r] for r in net.readers} - {source}
+        if problem.paid_once is not None:
+            for device in {source, *targets} if targets else ():
+                message[device] += problem.net_bytes[e] * problem.paid_once[device]
+            continue
+        for target in targets:
             pair = problem.pair_seconds(e, source, target)
             message[source] += pair
             message[target] += pair
@@ -173,18 +201,12 @@ def evaluate(problem: FreeProblem, home: Sequence[int]) -> Loads:
         for d in held:
             seconds[d] += problem.sum_seconds(tie, held) + problem.tie_seconds[d, tie]
             memory[d] += problem.tie_bytes[tie]
-    return Loads(seconds + message, message, memory)
+    over = float(np.maximum(memory - problem.capacity_bytes, 0.0).sum())
+    return Loads(seconds + message, message, memory, over)
 
 
-def overflow_bytes(problem: FreeProblem, memory_bytes: FloatArray) -> float:
-    """Return the bytes by which the devices' memory is exceeded, summed; 0 where it fits."""
-    room = problem.capacity_bytes * (1 + MEMORY_TOLERANCE)
-    return float(np.maximum(memory_bytes - room, 0.0).sum())
-
-
-def legal(problem: FreeProblem, home: Sequence[int]) -> bool:
-    """Tell whether pins hold and everything fits."""
+def legal(problem: PlacementProblem, home: Sequence[int]) -> bool:
+    """Tell whether every unit is where it may be and everything fits."""
     where = np.asarray(home, dtype=np.int64)
-    if not problem.allowed[where, np.arange(problem.units)].all():
-        return False
-    return overflow_bytes(problem, evaluate(problem, home).memory_bytes) == 0.0
+    allowed = problem.allowed[where, np.arange(problem.units)].all()
+    return bool(allowed) and evaluate(problem, home).overflow_bytes == 0.0

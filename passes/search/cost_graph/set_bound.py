@@ -16,56 +16,22 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 
 from cost_models.arrays import FloatArray
-from passes.search.bound import weighted_work
+from passes.search.bound import Bound, BoundMethod
 from passes.search.cost_graph.groups import GroupProblem
-from passes.search.cost_graph.tuning import TUNING
 from passes.search.ilp import IntegerProgram, Terms
 
 CLOSE = 1e-7
 """Relative distance of bound and value at which nothing is left to prove."""
 SHRINK = 1 - 1e-7
 """Solvers' tolerances: a measure of 1/k is asked for a little less strictly."""
+STRETCHES = 100
+"""Stretches of a line that the bound begins with, at most."""
 LEAST_SHARE = 1e-9
 """A smaller measure is what rounding left over: rows divided by it would have coefficients that HiGHS refuses (1e15)."""
-
-
-@dataclass(frozen=True)
-class LoadBound:
-    value: float
-    method: str
-
-
-def load_bound(problem: GroupProblem) -> LoadBound:
-    """Bound the largest load without a solver: the group that costs most at its cheapest, all work shared without loss.
-
-    Work: loads of A accelerators and C CPUs add up to at least Σ_g min over kinds of weight(kind)·cost(g), for weights that
-    add up to one; a group's share of a CPU is counted at the exchange rate λ that makes the bound largest.
-    """
-    machine = problem.machine
-    kinds = []
-    if machine.accelerators:
-        kinds.append((machine.accelerators, problem.accelerator_cost))
-    if machine.cpus:
-        kinds.append((machine.cpus, problem.cpu_cost))
-    largest = float(np.min([cost for _, cost in kinds], axis=0).max())
-    if len(kinds) == 1:
-        work = float(kinds[0][1].sum()) / kinds[0][0]
-    else:
-        counts = np.array([count for count, _ in kinds])
-        costs = np.stack([cost for _, cost in kinds])
-        shares = (1 - 10.0 ** np.linspace(-6, -0.005, 200)).tolist()
-        work = max(
-            weighted_work(costs, weights) / float((weights * counts).sum())
-            for weights in (np.array([share, 1 - share]) for share in shares)
-        )
-    if largest >= work:
-        return LoadBound(largest, "the group that costs most")
-    return LoadBound(work, "all work, shared without loss")
 
 
 class SetBound:
@@ -102,7 +68,7 @@ class SetBound:
         cost: list[float] = problem.accelerator_cost.tolist()
         weight: list[float] = problem.weight.tolist()
         for line in lines:
-            for start in range(0, len(line), max(1, len(line) // TUNING.stretches)):
+            for start in range(0, len(line), max(1, len(line) // STRETCHES)):
                 held: dict[int, int] = {}
                 work = sent = 0.0
                 longest = start
@@ -154,22 +120,22 @@ class SetBound:
                 held[e] += 1
         return tuple(sorted(inside))
 
-    def improve(self, bound: LoadBound, deadline: float) -> LoadBound:
+    def improve(self, bound: Bound, deadline: float) -> Bound:
         """Return the best bound found until ``deadline``."""
         best = bound
         failed = self.failed if self.failed < self.value else self.value * (1 + CLOSE)
         if failed < self.value:
-            target = (best.value + failed) / 2
+            target = (best.seconds + failed) / 2
         else:
             # the first step goes half way, the next to the value itself: most often that is the answer
-            target = best.value + (self.value - best.value) / (1 if self.rounds else 2)
-        while best.value < self.value * (1 - CLOSE) and time.monotonic() < deadline:
+            target = best.seconds + (self.value - best.seconds) / (1 if self.rounds else 2)
+        while best.seconds < self.value * (1 - CLOSE) and time.perf_counter() < deadline:
             measure, room = self._measure(target)
             if room <= 1e-9:
                 failed = self.failed = min(failed, target)
-                if failed - best.value <= CLOSE * self.value * 100:
+                if failed - best.seconds <= CLOSE * self.value * 100:
                     break
-                target = (best.value + failed) / 2
+                target = (best.seconds + failed) / 2
                 continue
             mixed = (
                 measure
@@ -183,13 +149,13 @@ class SetBound:
             found = [self._extended(groups, w, target) for groups in found for w in (measure, mixed)] + found
             if proved > self.inner_bound:
                 self.inner, self.inner_bound = mixed, proved
-            if proved > best.value:
-                best = LoadBound(min(proved, self.value), "sets of one device, column generation")
+            if proved > best.seconds:
+                best = Bound(min(proved, self.value), BoundMethod.SETS)
             known = len(self.sets)
             for groups in found:
                 self.sets[groups] = self.cost(groups)
             if proved >= target * (1 - CLOSE / 10):
-                target = self.value if failed > self.value else (best.value + failed) / 2
+                target = self.value if failed > self.value else (best.seconds + failed) / 2
             elif len(self.sets) == known:
                 if self.inner is None:
                     break
@@ -252,7 +218,7 @@ class SetBound:
         share = (1.0 - self._cpu_part(measure, target)) / k * SHRINK
         if share <= LEAST_SHARE:
             return [], 0.0  # the CPUs might hold it all
-        seconds = max(0.05, deadline - time.monotonic())
+        seconds = max(0.05, deadline - time.perf_counter())
         groups, proved = cheapest_set(self.problem, measure, share, self.scale, seconds)
         proved *= 1 - 1e-9
         if self.machine.cpus:

@@ -1,4 +1,4 @@
-"""Small random free placements, and the exhaustive solver that the real searches are compared with."""
+"""Small random placement problems, and the exhaustive solver that the real searches are compared with."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from itertools import product
 
 import numpy as np
 
-from passes.search.free.problem import FreeProblem, Net, evaluate, legal
+from passes.search.anywhere.problem import Net, PlacementProblem, evaluate, legal
 
 
-def random_free_problem(
+def random_problem(
     seed: int,
     *,
     units: int = 6,
@@ -18,8 +18,9 @@ def random_free_problem(
     pinned: bool = False,
     alike: bool = False,
     ties: bool = True,
-) -> FreeProblem:
-    """Whole-number costs, so that ties are exact; unlike devices and links unless ``alike``."""
+    once: bool = False,
+) -> PlacementProblem:
+    """Whole-number costs, so that ties are exact; unlike devices and links unless ``alike``; nets paid ``once``."""
     rng = np.random.default_rng(seed)
     seconds = rng.integers(1, 20, (devices, units)).astype(float)
     if alike:
@@ -33,6 +34,7 @@ def random_free_problem(
     rate = rng.integers(1, 4, (devices, devices)).astype(float)
     if alike:
         latency[:], rate[:] = 1.0, 1.0
+    rates = rate[0].copy()
     for matrix in (latency, rate):
         matrix[:] = np.triu(matrix, 1) + np.triu(matrix, 1).T
     tied = [tuple(sorted(rng.choice(units, 2, replace=False).tolist()))] if ties and units > 2 else []
@@ -46,16 +48,17 @@ def random_free_problem(
     if pinned:
         allowed[:, 0] = False
         allowed[int(rng.integers(0, devices)), 0] = True
+    each = 0.0 if once else 1.0
     tie_seconds = rng.integers(0, 3, (devices, len(tied))).astype(float)
     if alike:
         tie_seconds[:] = tie_seconds[:1]
-    return FreeProblem(
+    return PlacementProblem(
         seconds=seconds,
         unit_bytes=unit_bytes,
         nets=tuple(nets),
-        messages=rng.integers(1, 3, len(nets)).astype(float),
+        messages=each * rng.integers(1, 3, len(nets)),
         net_bytes=rng.integers(0, 5, len(nets)).astype(float),
-        received_bytes=rng.integers(0, 2, len(nets)).astype(float),
+        received_bytes=each * rng.integers(0, 2, len(nets)),
         ties=tuple(tied),
         tie_bytes=rng.integers(0, 3, len(tied)).astype(float),
         tie_seconds=tie_seconds,
@@ -64,10 +67,11 @@ def random_free_problem(
         seconds_per_byte=rate,
         capacity_bytes=capacity,
         allowed=allowed,
+        paid_once=rates if once else None,
     )
 
 
-def brute_force(problem: FreeProblem) -> tuple[float, tuple[int, ...]] | None:
+def brute_force(problem: PlacementProblem) -> tuple[float, tuple[int, ...]] | None:
     """The least objective of all legal placements; None if there is none."""
     best: tuple[float, tuple[int, ...]] | None = None
     for home in product(range(problem.devices), repeat=problem.units):

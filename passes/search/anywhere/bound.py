@@ -1,4 +1,4 @@
-"""Lower bounds on the surrogate of every placement of whole units; messages are left out, they only add.
+"""Lower bounds on the largest load of every placement of whole units; messages are left out, they only add.
 
 work     a device is at least as busy as any weighted mean of all: S ≥ Σ_u min_d λ_d·seconds[d, u] for λ ≥ 0, Σ λ = 1.
          The best λ (the dual of the linear relaxation) is looked for by multiplicative weights; any λ is valid
@@ -12,22 +12,24 @@ import math
 import numpy as np
 
 from cost_models.arrays import FloatArray
+from passes.search.anywhere.problem import PlacementProblem
 from passes.search.bound import Bound, BoundMethod
-from passes.search.free.problem import FreeProblem
-from passes.search.free.tuning import DEFAULT
+
+STEPS = 300
+"""Steps towards the weights of the work bound; the best is then within about 1% of the relaxation's optimum."""
 
 
-def simple_bound(problem: FreeProblem, steps: int = DEFAULT.bound_steps) -> Bound:
+def simple_bound(problem: PlacementProblem) -> Bound:
     """Return the tightest of the cheap bounds, O(K · n) each."""
     open_seconds = np.where(problem.allowed, problem.seconds, math.inf)
     return max(
         Bound(float(open_seconds.min(axis=0).max(initial=0.0)), BoundMethod.LARGEST_UNIT),
-        Bound(work_bound(problem, steps), BoundMethod.SHARED_WORK),
+        Bound(work_bound(problem), BoundMethod.SHARED_WORK),
         key=lambda bound: bound.seconds,
     )
 
 
-def work_bound(problem: FreeProblem, steps: int = DEFAULT.bound_steps) -> float:
+def work_bound(problem: PlacementProblem) -> float:
     """Return the largest Σ_u min_d λ_d·seconds[d, u] of all λ tried, in seconds."""
     seconds = np.where(problem.allowed, problem.seconds, np.inf)
     if len(problem.ties):
@@ -38,7 +40,7 @@ def work_bound(problem: FreeProblem, steps: int = DEFAULT.bound_steps) -> float:
     weights = 1.0 / fastest
     best, best_weights = 0.0, weights
     rate = 0.5
-    for step in range(steps):
+    for step in range(STEPS):
         weights = weights / weights.sum()
         value, loads = _relaxed(seconds, weights)
         if value > best:
