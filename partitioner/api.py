@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields
 from typing import Any, Literal
 
 from cost_models.cluster import ClusterSpec
@@ -14,6 +15,7 @@ from partitioner.plan import Plan
 from partitioner.planning.option_table import with_python_help
 from partitioner.planning.options import PlanOptions
 from partitioner.unforeseen import versions_named
+from passes.graph.graph import OpGraph
 from passes.search.free.request import Objective
 from passes.search.words import RecomputeMode
 from passes.trace.loss.reduction import LossReduction
@@ -63,6 +65,7 @@ def partition(
 
     Raises ClusterError, ModelError, UsageError, or InfeasibleError with the computed ways out.
     """
+    given = locals()
     if not isinstance(cluster, ClusterSpec):
         raise UsageError(
             f"cannot plan for a cluster of type {type(cluster).__name__}",
@@ -72,23 +75,7 @@ def partition(
                 " or ClusterSpec.local(2)"
             ],
         )
-    options = PlanOptions(
-        batch_size=batch_size,
-        optimizer_memory=optimizer_memory,
-        strategy=strategy,
-        schedule=schedule,
-        microbatches=microbatches,
-        micro_couplings=micro_couplings,
-        pins=pins,
-        mesh=mesh,
-        objective=objective,
-        splits=splits,
-        recompute=recompute,
-        fix=fix,
-        min_stages=min_stages,
-        max_stages=max_stages,
-        time_limit_seconds=time_limit_seconds,
-    )
+    options = PlanOptions(**{field.name: given[field.name] for field in fields(PlanOptions)})
     options.check()
     options.check_mesh(cluster)
     graph = as_graph(
@@ -103,6 +90,15 @@ def partition(
         name=name,
         check=check,
     )
+    plan = plan_traced(graph, cluster, options, precision)
+    plan._made_with = MadeWith.of(model, example_inputs, loss_fn, batch_dims, dynamic_dims, graph)
+    return plan
+
+
+def plan_traced(
+    graph: OpGraph, cluster: ClusterSpec, options: PlanOptions, precision: Precision | None
+) -> Plan:
+    """Plan the training of a traced model. ``options``: checked already; ``precision``: the trace's if not given."""
     if graph.loss is None:
         raise UsageError(
             f"cannot plan training of {graph.model_name}",
@@ -110,11 +106,9 @@ def partition(
             suggestions=["give `loss_fn=`, or a model that returns its loss"],
         )
     precision = graph.precision if precision is None else Precision.checked(precision)
-    check_precision(graph, precision, optimizer_memory)
+    check_precision(graph, precision, options.optimizer_memory)
     requests = options.requests(graph, precision)
     from partitioner.planning.best import best_plan
 
     with collector_paused():  # describing reads a million small objects that compiling made
-        plan = best_plan(Plan, graph, cluster, requests)
-    plan._made_with = MadeWith.of(model, example_inputs, loss_fn, batch_dims, dynamic_dims, graph)
-    return plan
+        return best_plan(Plan, graph, cluster, requests)

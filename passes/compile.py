@@ -20,10 +20,11 @@ from passes.graph.graph import OpGraph
 from passes.graph.verify import verify_graph
 from passes.interrupts import keep_from_here
 from passes.lower.candidate import Candidate
-from passes.lower.crossing import Bridge, Crossings, bridges
+from passes.lower.crossing import Bridge, bridges
 from passes.lower.realize import Realized
 from passes.search.any_plan import any_plan_bound
-from passes.search.baselines import Baseline, baselines
+from passes.search.baselines import baselines
+from passes.search.certificate import Alternative
 from passes.search.judge import Judge
 from passes.search.outcome import Outcome
 from passes.search.request import Request
@@ -46,7 +47,7 @@ class Compiled:
     bridges: tuple[Bridge, ...]
     """Values that cross between devices, or groups of them; empty where all devices share one stage."""
     proof: Proof
-    baselines: tuple[Baseline, ...]
+    baselines: tuple[Alternative, ...]
     """The same step without partitioning."""
 
 
@@ -60,8 +61,7 @@ def compile_graph(graph: OpGraph, cluster: ClusterSpec, request: Request) -> Com
     keep_from_here()
     outcome = run_pass("bound", _bound, bounded, outcome, judge, request.whole_batch)
     realized = outcome.carried.realized
-    between = Crossings(outcome.judge.graph, realized.segmentation, realized.placements)
-    crossing = run_pass("bridge", _bridges, bridges, between)
+    crossing = run_pass("bridge", _bridges, bridges, realized.segments)
     proof = run_pass("check", _rules, proved, realized, outcome.best.candidate)
     plain = run_pass("baselines", _baselines, baselines, graph, costs, cluster, request.job)
     return Compiled(request, costs, outcome, realized, crossing, proof, plain)
@@ -115,5 +115,5 @@ def _rules(proof: Proof) -> str:
     return f"{counted(proof.instructions, 'instruction')}, {counted(proof.messages, 'message')}"
 
 
-def _baselines(found: tuple[Baseline, ...]) -> str:
+def _baselines(found: tuple[Alternative, ...]) -> str:
     return ", ".join(baseline.strategy for baseline in found)

@@ -82,16 +82,16 @@ def frozen_heap() -> None:
 def fixed_spreads(monkeypatch: pytest.MonkeyPatch) -> None:
     """For golden texts with intervals: spreads that stay when the real ones are fitted anew."""
     from cost_models.intervals import KINDS, RATES, Spread
-    from partitioner.record import intervals
+    from partitioner.record import data
 
     step = {
         (kind, rates): Spread(0.05, 0.1, 5, 0 if kind == "pipeline" else 12, 3)
         for kind in KINDS
         for rates in RATES
     }
-    monkeypatch.setattr(intervals, "STEP_SECONDS", step)
+    monkeypatch.setattr(data, "STEP_SECONDS", step)
     monkeypatch.setattr(
-        intervals, "PEAK_BYTES", {"cuda": Spread(0.02, 0.05, 8, 10, 2), "cpu": Spread(0.0, 0.06, 10, 33, 9)}
+        data, "PEAK_BYTES", {"cuda": Spread(0.02, 0.05, 8, 10, 2), "cpu": Spread(0.0, 0.06, 10, 33, 9)}
     )
 
 

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
 
-from cyclopts import Parameter
-
-from partitioner.commands.options import JsonFlag, QuietFlag, check_output, emit, progress
+from partitioner.commands.options import JsonFlag, OutputFile, QuietFlag, check_output, emit, progress
 from partitioner.plan import Plan
 from partitioner.report.compare import compare as lay_over
-from partitioner.report.compare_text import render_comparison
+from partitioner.report.comparison import render_comparison
 from partitioner.report.profile_file import read_profile
 
 
@@ -19,7 +16,7 @@ def compare(
     trace: Path,
     /,
     *,
-    output: Annotated[Path | None, Parameter(name=["--output", "-o"])] = None,
+    output: OutputFile = None,
     quiet: QuietFlag = False,
     json: JsonFlag = False,
 ) -> int:
@@ -33,10 +30,6 @@ def compare(
         The profile of a run of it: what `engine.profile(batches).save(FILE)` wrote.
     output
         Write the plan's cluster at the corrected rates to this file, to plan with it again.
-    quiet
-        Say nothing on stderr but errors.
-    json
-        Print one JSON object.
     """
     check_output(output)
     loaded, measured = Plan.load(plan), read_profile(trace)

@@ -11,10 +11,6 @@ def doctor(*, quiet: QuietFlag = False, json: JsonFlag = False) -> int:
 
     Parameters
     ----------
-    quiet
-        Say nothing on stderr but errors.
-    json
-        Print one JSON object.
     """
     with progress("looking at this machine", quiet=quiet):
         found = diagnose(gather())

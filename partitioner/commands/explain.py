@@ -38,10 +38,6 @@ def explain(
     model
         The plan's model, as for `partitioner plan`. Feature-wise plans need it; others to say what other
         layouts and devices would cost.
-    quiet
-        Say nothing on stderr but errors.
-    json
-        Print one JSON object.
     """
     dims = model_options.dims()
     loaded = Plan.load(plan)

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Literal
-
-from cyclopts import Parameter
+from typing import Literal
 
 from cost_models.errors import UsageError
 from partitioner.commands.options import (
     NOTHING_GIVEN,
+    Flag,
     JsonFlag,
     ModelOptions,
     QuietFlag,
@@ -28,8 +27,6 @@ from partitioner.pictures.graph_svg import to_svg
 from partitioner.pictures.plan_drawing import model_drawing, plan_drawing, rank_drawing, stage_drawing
 from partitioner.plan import Plan
 from partitioner.record.describe_outline import describe_outline
-
-Flag = Annotated[bool, Parameter(negative=(), show_default=False)]
 
 
 def graph(
@@ -61,10 +58,6 @@ def graph(
         Of a plan: one box per stage.
     all
         Every op, nothing folded; without it a drawing has at most 300 boxes.
-    quiet
-        Say nothing on stderr but errors.
-    json
-        The same as --format json.
     """
     if format == "text" and rank is None:
         raise UsageError(

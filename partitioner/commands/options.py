@@ -18,8 +18,7 @@ from cyclopts import Parameter
 
 from cost_models.errors import PartitionerError, UsageError
 from cost_models.shown import printable
-from partitioner.report.terminal import coloured, terminal_width
-from partitioner.report.text import text_within
+from partitioner.report.text import coloured, terminal_width, text_within
 from passes.progress import is_watched, report_phase
 
 if TYPE_CHECKING:  # these import torch, which takes seconds
@@ -38,8 +37,10 @@ def _whole(_: Any, tokens: Sequence[Any]) -> int:
 
 
 WholeNumber = Annotated[int, Parameter(converter=_whole)]
-JsonFlag = Annotated[bool, Parameter(name="--json", negative=(), show_default=False)]
-QuietFlag = Annotated[bool, Parameter(name="--quiet", negative=(), show_default=False)]
+Flag = Annotated[bool, Parameter(negative=(), show_default=False)]
+JsonFlag = Annotated[Flag, Parameter(name="--json", help="Print one JSON object.")]
+QuietFlag = Annotated[Flag, Parameter(name="--quiet", help="Say nothing on stderr but errors.")]
+OutputFile = Annotated[Path | None, Parameter(name=["--output", "-o"])]
 Settings = Annotated[tuple[str, ...], Parameter(name="--set", negative=(), show_default=False)]
 
 Dims = Annotated[tuple[str, ...], Parameter(negative=(), show_default=False)]

@@ -3,23 +3,26 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
+from dataclasses import fields
 from typing import Annotated, Any, cast
 
 from cyclopts import Parameter
 
 from cost_models.cluster import ClusterSpec
 from cost_models.errors import InterruptedSearchError, TimeLimitError
-from cost_models.units import percent
-from partitioner.api import partition
+from cost_models.shown import printable
+from cost_models.units import counted, format_bytes, format_seconds, percent
+from partitioner.api import plan_traced
 from partitioner.commands import options
 from partitioner.commands.options import (
     NOTHING_GIVEN,
     Dims,
+    Flag,
     JsonFlag,
     ModelOptions,
+    OutputFile,
     QuietFlag,
     WholeNumber,
     block_sizes,
@@ -36,11 +39,10 @@ from partitioner.models.as_graph import Check, as_graph
 from partitioner.planning.option_table import with_command_help
 from partitioner.planning.options import PlanOptions
 from partitioner.report.live import live_line
-from partitioner.report.timings import pass_table
+from partitioner.report.text import columns
 from passes.interrupts import best_so_far_kept
-from passes.search.free.request import Objective
-from passes.search.words import STRATEGY_WORDS, RecomputeMode
-from passes.timings import pass_times
+from passes.search.words import STRATEGY_WORDS
+from passes.timings import PassTime, pass_times
 from passes.trace.loss.reduction import checked_reduction
 
 
@@ -53,7 +55,7 @@ def plan(
     batch_size: WholeNumber,
     strategy: str = "layer",
     microbatches: str = "auto",
-    micro_couplings: Annotated[bool, Parameter(negative=(), show_default=False)] = False,
+    micro_couplings: Flag = False,
     schedule: str = "auto",
     optimizer_memory: str = "adamw",
     precision: str | None = None,
@@ -72,8 +74,8 @@ def plan(
     check: str = "on",
     time_limit: float = 60.0,
     model_options: ModelOptions = NOTHING_GIVEN,
-    output: Annotated[Path | None, Parameter(name=["--output", "-o"])] = None,
-    timings: Annotated[bool, Parameter(negative=(), show_default=False)] = False,
+    output: OutputFile = None,
+    timings: Flag = False,
     quiet: QuietFlag = False,
     json: JsonFlag = False,
 ) -> int:
@@ -91,35 +93,21 @@ def plan(
         The file to write the plan to; without it nothing is written.
     timings
         Also print, on stderr, each pass of the compile with its seconds and what came out.
-    quiet
-        Say nothing on stderr but errors: no live line on a terminal, no progress.
-    json
-        Print one JSON object: the plan.
     """
-    count: Any = microbatch_count(microbatches)
+    given = {**locals(), "microbatches": microbatch_count(microbatches)}
     dims: dict[str, Any] = {
         "batch_dims": options.batch_dims(batch_dims),
         "dynamic_dims": options.dynamic_dims(dynamic_dims),
     }
     types = read_precision(precision)
     reduction = checked_reduction(loss_reduction)
-    wanted = PlanOptions(
-        batch_size=batch_size,
-        optimizer_memory=optimizer_memory,
-        strategy=strategy,
-        schedule=schedule,
-        microbatches=count,
-        micro_couplings=micro_couplings,
-        pins=pins(pin, strategy),
-        mesh=mesh_shape(mesh),
-        fix=fix,
-        objective=cast("Objective | None", objective),
-        splits=block_sizes(split),
-        min_stages=min_stages,
-        max_stages=max_stages,
-        recompute=cast("RecomputeMode | None", recompute),
-        time_limit_seconds=time_limit,
-    )
+    given |= {
+        "pins": pins(pin, strategy),
+        "mesh": mesh_shape(mesh),
+        "splits": block_sizes(split),
+        "time_limit_seconds": time_limit,
+    }
+    wanted = PlanOptions(**{field.name: given[field.name] for field in fields(PlanOptions)})
     wanted.check()
     check_output(output)
     machines = ClusterSpec.parse(cluster)
@@ -138,7 +126,7 @@ def plan(
                     **dims,
                 )
             with progress("searching", quiet=quiet):
-                made = partition(traced, machines, precision=types, **vars(wanted))
+                made = plan_traced(traced, machines, wanted, types)
         if output is not None:
             made.save(output)
         if timings:
@@ -174,3 +162,30 @@ def _or_no_plan() -> Iterator[None]:
             ["no plan that fits was found until then; nothing is written"],
             ["give it more time: from the first that is found on, Ctrl-C takes the best so far"],
         ) from None
+
+
+def pass_table(times: Sequence[PassTime]) -> str:
+    """Render the passes in the order in which they ran, each with its phases, and with their shares of the whole.
+
+    ``processor``: the process's own seconds, without those for which it waited; ``peak``: the most memory until then.
+    """
+    whole = sum(each.seconds for each in times)
+    rows = []
+    for each in times:
+        peak = format_bytes(each.peak_bytes) if each.peak_bytes else ""
+        busy = format_seconds(each.processor_seconds)
+        rows.append(
+            [each.name, format_seconds(each.seconds), _share(each.seconds, whole), busy, peak, each.result]
+        )
+        for phase in each.phases:
+            seconds, share = format_seconds(phase.seconds), _share(phase.seconds, whole)
+            rows.append([f"  {phase.name}", seconds, share, "", "", counted(phase.calls, "time")])
+    busy = format_seconds(sum(each.processor_seconds for each in times))
+    most = max((each.peak_bytes for each in times), default=0)
+    rows.append(["all", format_seconds(whole), "", busy, format_bytes(most) if most else "", ""])
+    heads = ("pass", "time", "share", "processor", "peak", "result")
+    return printable(columns(heads, rows, left=("pass", "result")))
+
+
+def _share(seconds: float, whole: float) -> str:
+    return percent(seconds / whole) if whole else ""

@@ -18,10 +18,9 @@ from partitioner.commands.options import (
 from partitioner.cost_graphs.plan import GraphPlan, is_graph_plan
 from partitioner.pictures.cost_graph_data import graph_plan_differences
 from partitioner.plan import Plan
-from partitioner.report.text import hanging
-from partitioner.report.timeline import step_picture
+from partitioner.report.text import hanging, labelled, text_width
 from runtime.simulate.simulation import Simulation
-from runtime.simulate.timeline import render
+from runtime.simulate.timeline import render, render_within
 from runtime.simulate.trace_events import chrome_trace, save_trace
 
 NARROWEST, WIDEST = 10, 10_000
@@ -35,10 +34,6 @@ def show(plan: Path, /, *, quiet: QuietFlag = False, json: JsonFlag = False) -> 
     ----------
     plan
         The plan file.
-    quiet
-        Say nothing on stderr but errors.
-    json
-        Print one JSON object: the plan.
     """
     loaded = GraphPlan.load(plan) if is_graph_plan(plan) else Plan.load(plan)
     shown: object = loaded
@@ -69,10 +64,6 @@ def diff(first: Path, second: Path, /, *, quiet: QuietFlag = False, json: JsonFl
         The plan to compare from.
     second
         The plan to compare to.
-    quiet
-        Say nothing on stderr but errors.
-    json
-        Print one JSON object.
     """
     with progress("comparing", quiet=quiet):
         if is_graph_plan(first) and is_graph_plan(second):
@@ -115,10 +106,6 @@ def simulate(
         Write the timeline as a Chrome trace to this file, for https://ui.perfetto.dev; packed if it ends in .gz.
     ranks
         With --trace: the ranks to show, such as 0,8 or 0-7, or all; if not given, of equal ranks the first.
-    quiet
-        Say nothing on stderr but errors.
-    json
-        Print one JSON object.
     """
     if not NARROWEST <= width <= WIDEST:
         raise UsageError(
@@ -144,3 +131,16 @@ def simulate(
     }
     emit(render(simulation, width=width), data, json)
     return 0
+
+
+MOST_ROWS = 16
+"""The most rows, as of stages in the table above it."""
+LEGEND = (
+    "F forward, B backward (in halves: I inputs, W weights) of micro-batch 0, 1, …; + sum of gradients, S optimizer, "
+    ". waiting"
+)
+
+
+def step_picture(step: Simulation) -> str:
+    """Draw the step; ranks that look alike share a row."""
+    return f"{render_within(step, text_width(), MOST_ROWS)}\n{labelled('legend', LEGEND)}"

@@ -12,6 +12,7 @@ from cost_models.errors import TimeLimitError, UsageError
 from cost_models.units import percent
 from partitioner.commands.options import (
     JsonFlag,
+    OutputFile,
     QuietFlag,
     WholeNumber,
     check_output,
@@ -35,7 +36,7 @@ def plan(
     time_limit: float = 60.0,
     cluster: Annotated[str | None, Parameter(show=False)] = None,
     batch_size: Annotated[str | None, Parameter(show=False)] = None,
-    output: Annotated[Path | None, Parameter(name=["--output", "-o"])] = None,
+    output: OutputFile = None,
     quiet: QuietFlag = False,
     json: JsonFlag = False,
 ) -> int:
@@ -59,10 +60,6 @@ def plan(
         Seconds for the search; the best placement so far is kept.
     output
         The file to write the plan to; without it nothing is written.
-    quiet
-        Say nothing on stderr but errors.
-    json
-        Print one JSON object: the plan.
     """
     given = {"MODEL": model, "--cluster": cluster, "--batch-size": batch_size}
     excess = [name for name, value in given.items() if value]

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
-
-from cyclopts import Parameter
 
 from cost_models.errors import UsageError
-from partitioner.commands.options import JsonFlag, check_output, emit, progress
+from partitioner.commands.options import JsonFlag, OutputFile, QuietFlag, check_output, emit, progress
 from partitioner.cost_graphs.plan import GraphPlan, is_graph_plan
 from partitioner.pictures.data import report_data
 from partitioner.pictures.page import render_page
@@ -21,8 +18,8 @@ def report(
     other: Path | None = None,
     /,
     *,
-    output: Annotated[Path | None, Parameter(name=["--output", "-o"])] = None,
-    quiet: Annotated[bool, Parameter(negative=(), show_default=False)] = False,
+    output: OutputFile = None,
+    quiet: QuietFlag = False,
     json: JsonFlag = False,
 ) -> int:
     """Draw a plan: placement graph, devices, timeline, memory, traffic, what if. The file needs no network to be read.
@@ -35,10 +32,6 @@ def report(
         Another plan file, shown beside the first with the differences marked.
     output
         The HTML file to write; the plan's name with .html if not given.
-    quiet
-        Say nothing on stderr but errors.
-    json
-        Print the data of the pictures as one JSON object.
     """
     target = plan.with_suffix(".html") if output is None else output
     check_output(target)

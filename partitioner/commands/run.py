@@ -67,10 +67,6 @@ def run(
         Seconds a rank waits for another before it ends with an error that names it.
     model_options.dtype
         Data type of a bundled or hf: model.
-    quiet
-        Say nothing on stderr but errors.
-    json
-        Print one JSON object.
     """
     _check(steps, learning_rate, timeout)
     deploying: dict[str, Any] = {

@@ -50,10 +50,6 @@ def verify(
     train
         Deploy the plan and train a few steps instead, as a script would: loader, clipping, scheduler, save, resume, resume
         under another plan, the plan's precision; beside a plain loop over the model.
-    quiet
-        Say nothing on stderr but errors.
-    json
-        Print one JSON object.
     """
     if not (math.isfinite(timeout) and timeout > 0):
         raise UsageError(

@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from partitioner.record.base import Amount, Natural, Record
+from partitioner.record.file import Amount, Natural, Record
 from passes.search.cost_graph.graph import GraphMachine, GraphNode, PlacementGraph
 
 SAME_COST = 1e-6

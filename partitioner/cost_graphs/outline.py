@@ -7,8 +7,8 @@ from collections.abc import Iterator, Sequence
 import networkx as nx
 from pydantic import Field
 
-from partitioner.record.base import Amount, Record
-from partitioner.record.outline import Numbers
+from partitioner.record.file import Amount, Record
+from partitioner.record.outline import NumbersText
 from passes.search.cost_graph.graph import PlacementGraph
 
 
@@ -20,7 +20,7 @@ class GraphOutline(Record):
     costs: tuple[Amount, ...] = Field(description="on the kind of device that the node is on")
     output_costs: tuple[Amount, ...] = Field(description="of sending the output to another device")
     sizes: tuple[Amount, ...] = Field(description="memory on an accelerator")
-    edges: Numbers = Field(description="producer and consumer of each edge, as positions in ids")
+    edges: NumbersText = Field(description="producer and consumer of each edge, as positions in ids")
     bytes_per_cost: Amount | None = Field(
         description="bytes that are sent at an output cost of 1, and sizes are bytes; null: not known"
     )

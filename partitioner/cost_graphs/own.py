@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from partitioner.record.base import Amount, Record
+from partitioner.record.file import Amount, Record
 from passes.search.cost_graph.graph import GraphMachine, GraphNode, PlacementGraph
 
 Word = Annotated[str, Field(min_length=1, max_length=1000)]

@@ -18,8 +18,15 @@ from cost_models.shown import printable
 from cost_models.units import counted, format_bytes, percent
 from partitioner.cost_graphs.outline import GraphOutline, outline_contradictions, outline_of
 from partitioner.cost_graphs.read import GraphFormat, ReadGraph
-from partitioner.record.base import Amount, CertificateField, Natural, Record, package_version
-from partitioner.record.file import PlanFile, read_text
+from partitioner.record.file import (
+    Amount,
+    CertificateField,
+    Natural,
+    PlanFile,
+    Record,
+    package_version,
+    read_text,
+)
 from partitioner.record.modules import shorten
 from partitioner.report.text import columns, labelled
 from passes.search.cost_graph.contiguous import place_contiguous

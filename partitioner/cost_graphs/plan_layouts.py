@@ -17,7 +17,7 @@ from partitioner.cost_graphs.plan import (
     graph_info,
 )
 from partitioner.cost_graphs.read import ReadGraph
-from partitioner.record.base import package_version
+from partitioner.record.file import package_version
 from passes.search.certificate import Certificate
 from passes.search.cost_graph.layouts_ilp import place_layouts
 

@@ -29,8 +29,8 @@ from torch import nn
 from cost_models import host
 from cost_models.precision import Precision
 from cost_models.units import counted, listed
-from partitioner.record.base import package_version
 from partitioner.record.data import PlanData
+from partitioner.record.file import package_version
 from runtime.program.relabel import RankMap
 
 _HERE = ("localhost", "::1")

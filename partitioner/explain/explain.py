@@ -55,9 +55,9 @@ def explain_plan(
     if stage is None or stage.sharding is None:
         return of_layers(plan, name, graph)
     again = regions_of_stages(graph, dict.fromkeys(stage.ops, 0), [stage.recomputed_blocks])
-    own = graph if one else part_of(graph, stage.ops, plan.recomputed)
+    part_graph = graph if one else part_of(graph, stage.ops, plan.recomputed)
     part = None if one else PartPlace(stage.devices, shared=frozenset(tied.name for tied in plan.tied))
-    explained = _of_shards(plan, stage, stage.sharding, name, own, again[0] if again else (), part)
+    explained = _of_shards(plan, stage, stage.sharding, name, part_graph, again[0] if again else (), part)
     if one:
         return explained
     where = f"stage {plan.stages.index(stage)} on {devices_text(stage.devices)}; the others as they are"
@@ -66,8 +66,8 @@ def explain_plan(
 
 def _sharded_stage(plan: PlanData, name: str, graph: OpGraph) -> Stage | None:
     """Return the first sharded stage that runs the op, or reads the parameter or input; None if there is none."""
-    given = next((given.node for given in graph.inputs if given.name == name), name)
-    readers = {user.name for user in graph.nodes[given].users} if given in graph.input_of else {name}
+    node = next((source.node for source in graph.inputs if source.name == name), name)
+    readers = {user.name for user in graph.nodes[node].users} if node in graph.input_of else {name}
     return next((s for s in plan.stages if s.sharding is not None and readers & set(s.ops)), None)
 
 
@@ -89,33 +89,33 @@ def _of_shards(
     refuse_wrong_choices(plan.model.name, graph, stage.ops, placement)
     job = Job(plan.batch_size, plan.optimizer_memory, plan.precision)
     setting = Setting(plan.cluster, job, again=again, part=part)
-    found = alternatives(graph, costs_of(graph, plan.cluster), placement, setting, name, Discovery.stored())
-    equals = [other for other in found.equals if other != name]
-    facts = {"explained": f"{name}, {found.what}"}
+    choices = alternatives(graph, costs_of(graph, plan.cluster), placement, setting, name, Discovery.stored())
+    equals = [other for other in choices.equals if other != name]
+    facts = {"explained": f"{name}, {choices.what}"}
     if equals:
         names = range_of(equals) or shorten(equals, 70)
         facts["together"] = f"with {counted(len(equals), 'equal one')} of other blocks: {names}"
     facts |= {
         "mesh": f"{mesh_text(sharding)}, {counted(plan.microbatches, 'micro-batch')}; everything else as it is",
-        "chosen": found.chosen.layout,
-        "why": _why(found),
+        "chosen": choices.chosen.layout,
+        "why": _why(choices),
     }
-    if found.left_out:
-        left = "; ".join(found.left_out)
+    if choices.left_out:
+        left = "; ".join(choices.left_out)
         facts["left out"] = f"{left}: no axis of the mesh divides a dimension that these split"
-    return Explanation(name, facts, found.ways)
+    return Explanation(name, facts, choices.ways)
 
 
-def _why(found: Alternatives) -> str:
-    chosen, cheaper = found.chosen, found.cheaper
-    others = [way for way in found.ways if not way.chosen]
+def _why(choices: Alternatives) -> str:
+    chosen, cheaper = choices.chosen, choices.cheaper
+    others = [way for way in choices.ways if not way.chosen]
     if not others:
         return (
             "nothing else is known to be right: no rule allows another, and none was found by trying"
-            if found.kind == "op"
+            if choices.kind == "op"
             else "nothing else divides"
         )
-    fitting = [way for way in cheaper if found.fits(way)]
+    fitting = [way for way in cheaper if choices.fits(way)]
     if fitting:
         best = fitting[0]
         return (
@@ -127,9 +127,9 @@ def _why(found: Alternatives) -> str:
         return (
             f"the cheapest that fits: {counted(len(cheaper), 'way')} would be faster, by up to "
             f"{format_seconds(chosen.step_seconds - cheaper[0].step_seconds)} a step, but would hold "
-            f"{format_bytes(int(least))} or more of {format_bytes(int(found.capacity_bytes))} on a device"
+            f"{format_bytes(int(least))} or more of {format_bytes(int(choices.capacity_bytes))} on a device"
         )
-    return f"the cheapest of {len(found.ways)} ways. {_next_best(chosen, others)}"
+    return f"the cheapest of {len(choices.ways)} ways. {_next_best(chosen, others)}"
 
 
 def _next_best(chosen: Way, others: list[Way]) -> str:

@@ -18,16 +18,16 @@ def graph_of(plan: PlanData, model: ModelOrTrace | None, purpose: str, options: 
 
     ``options``: example_inputs, loss_fn, batch_dims and dynamic_dims of :func:`partition`.
     """
-    made = plan._made_with
+    memory = plan._made_with
     if model is None:
-        if made.graph is None:
+        if memory.graph is None:
             raise UsageError(
                 f"cannot {purpose} without the model",
                 ["a plan from a file does not hold the model's graph"],
                 ["give `model=` and `example_inputs=`, or a Workload (`--model` on the command line)"],
             )
-        return made.graph
-    options = made.completed(model, options)
+        return memory.graph
+    options = memory.completed(model, options)
     graph: OpGraph = options.pop("graph", None) or as_graph(
         model,
         **options,

@@ -11,14 +11,13 @@ from typing import TYPE_CHECKING
 from cost_models.units import format_bytes, format_seconds, percent
 from partitioner.record.modules import shorten
 from partitioner.report.sharding import devices_text
+from partitioner.report.table import PROVED
 from passes.search.words import BY_HAND, STRATEGY_WORDS
 
 if TYPE_CHECKING:
     from partitioner.record.data import PlanData
     from partitioner.record.records import StageValue
 
-PROVED_GAP = 5e-5
-"""The gap below which the text says that nothing costs less: half of the last digit that it would show."""
 COMPUTED_EVERYWHERE = (
     "it is cheap and depends on inputs only, so every stage that reads it computes it itself"
 )
@@ -89,7 +88,7 @@ def _why_cut(plan: PlanData) -> str:
     if certificate.solver_status == BY_HAND:
         return "groups and degrees were fixed by hand; what was not is cut between blocks, so that groups are equally busy"
     text = "each device has one contiguous run of the program; where runs are cut was decided for all ops together: "
-    if certificate.gap < PROVED_GAP:
+    if certificate.gap < PROVED:
         return f"{text}no other cuts of the space searched cost less by the surrogate"
     return f"{text}other cuts could cost up to {percent(certificate.gap)} less by the surrogate"
 

@@ -124,21 +124,21 @@ def rank_graph(plan: PlanData, model: ModelOrTrace | None, rank: int, options: d
         )
     graph = graph_of(plan, model, f"show the graph of rank {rank}", options)
     code = plan_code(plan, graph)
-    own = [index for index, stage in enumerate(plan.stages) if rank in stage.devices]
-    lowered = code.lowered(only=frozenset(own))
+    stages = [index for index, stage in enumerate(plan.stages) if rank in stage.devices]
+    lowered = code.lowered(only=frozenset(stages))
     parts = {
         f"stage {index}" if len(plan.stages) > 1 else "": _nodes(
             plan, plan.stages[index], code, lowered[index], graph
         )
-        for index in own
+        for index in stages
     }
-    return RankGraph(_title(plan, rank, own, code), parts)
+    return RankGraph(_title(plan, rank, stages, code), parts)
 
 
-def _title(plan: PlanData, rank: int, own: Sequence[int], code: PlacedGraph) -> str:
+def _title(plan: PlanData, rank: int, stages: Sequence[int], code: PlacedGraph) -> str:
     """``own``: the stages that the rank runs."""
     parts = [f"rank {rank} of {plan.world_size}", plan.model.name]
-    shared = [sharding for index in own if (sharding := plan.stages[index].sharding) is not None]
+    shared = [sharding for index in stages if (sharding := plan.stages[index].sharding) is not None]
     parts += dict.fromkeys(f"mesh {mesh_text(sharding)}" for sharding in shared)
     unit = code.batch_of(rank).multiple
     parts.append(f"b: {'samples' if unit == 1 else f'units of {unit} samples'} of a micro-batch")
@@ -153,7 +153,7 @@ def _nodes(
     layouts = _layouts(stage, model)
     sent = {value.name: value.consumers for value in plan.values if plan.stages[value.producer] is stage}
     producer = {value.name: value.producer for value in plan.values}
-    found = []
+    nodes = []
     for node in lowered.module.graph.nodes:
         note, bridge, does = layouts.get(node.name, ""), False, ""
         if node.op == "output":
@@ -175,15 +175,15 @@ def _nodes(
             bridge = bridge or (node.target is run_local and node.args[0] in TALKING)
         shape = ", ".join(_shape(spec.shape, batch) for spec in tensor_specs(node))
         reads = tuple(source.name for source in node.all_input_nodes)
-        found.append(
+        nodes.append(
             RankNode(node.name, does, shape, note, str(node.meta.get("module_path", "")), reads, bridge)
         )
         away = [c for c in sent.get(node.name, ()) if plan.stages[c].devices != stage.devices]
         for consumer in away:
             note = f"to stage {consumer}{_of(plan, consumer)}"
             name = f"{node.name}__send_{consumer}"
-            found.append(RankNode(name, f"send(%{node.name})", shape, note, "", (node.name,), True))
-    return tuple(found)
+            nodes.append(RankNode(name, f"send(%{node.name})", shape, note, "", (node.name,), True))
+    return tuple(nodes)
 
 
 def _of(plan: PlanData, stage: int) -> str:
@@ -197,15 +197,15 @@ def _layouts(stage: Stage, model: OpGraph) -> dict[object, str]:
         return {}
     placement = sharding.placement(stage.devices, 1)
     whole = " ".join("R" for _ in sharding.axes)
-    found: dict[object, str] = {}
-    for given in model.inputs:
-        own = placement.batch if given.kind == "batch" else placement.stored
-        layout = own.get(given.name)
-        found[given.kind, given.name] = whole if layout is None else placements_text(layout)
+    layouts: dict[object, str] = {}
+    for source in model.inputs:
+        placed = placement.batch if source.kind == "batch" else placement.stored
+        layout = placed.get(source.name)
+        layouts[source.kind, source.name] = whole if layout is None else placements_text(layout)
     for op, ways in placement.choices.items():
         if ways and ways[0].outputs:
-            found[op] = placements_text(tuple(way.outputs[0] for way in ways))
-    return found
+            layouts[op] = placements_text(tuple(way.outputs[0] for way in ways))
+    return layouts
 
 
 def _call(node: fx.Node) -> str:

@@ -106,7 +106,7 @@ def _is_parameter(plan: PlanData, name: str, graph: OpGraph | None) -> bool:
     if graph is not None:
         return name in graph.parameters
     inputs = () if plan.outline is None else plan.outline.inputs
-    return any(given.kind == "parameter" and given.name == name for given in inputs)
+    return any(source.kind == "parameter" and source.name == name for source in inputs)
 
 
 def _layouts(plan: PlanData, index: int, name: str, ops: set[str]) -> list[str]:
@@ -124,29 +124,29 @@ def _ops_named(plan: PlanData, name: str, graph: OpGraph | None) -> set[str]:
     ops = {*plan.placements, *plan.recomputed}
     if name in ops:
         return {name}
-    found: set[str] = set()
+    named: set[str] = set()
     names: list[str] = list(ops)
     if graph is not None:
-        for given in graph.inputs:
-            names.append(given.name)
-            whole = graph.parts[given.name].whole if given.name in graph.parts else given.name
-            if name in (given.name, whole):
-                found |= {user.name for user in graph.nodes[given.node].users if user.name in ops}
+        for source in graph.inputs:
+            names.append(source.name)
+            whole = graph.parts[source.name].whole if source.name in graph.parts else source.name
+            if name in (source.name, whole):
+                named |= {user.name for user in graph.nodes[source.node].users if user.name in ops}
         for node in graph.ops:
             path = str(node.meta.get("module_path", ""))
             names.append(path)
             if path == name or path.startswith(f"{name}."):
-                found.add(node.name)
+                named.add(node.name)
     elif plan.outline is not None:
         outline = plan.outline
-        names += [*outline.modules, *(given.name for given in outline.inputs)]
+        names += [*outline.modules, *(source.name for source in outline.inputs)]
         for op, module, reads in zip(outline.names, outline.module_of, outline.reads_of(), strict=True):
             path = outline.modules[module]
             inside = path == name or path.startswith(f"{name}.")
             if op in ops and (inside or any(r < 0 and outline.inputs[-1 - r].name == name for r in reads)):
-                found.add(op)
-    if found:
-        return found
+                named.add(op)
+    if named:
+        return named
     close = get_close_matches(name, dict.fromkeys(names), n=3, cutoff=0.4)
     suggestions = [f"did you mean {', '.join(close)}?"] if close else []
     if graph is None and plan.outline is None:

@@ -1,4 +1,10 @@
-"""One plan out of the strategies: the hybrid search's, or a free placement that was started from it and is faster."""
+"""One plan out of the strategies: the hybrid search's, or a free placement that was started from it and is faster.
+
+Where the model couples samples, the batch stays in one piece, and what cutting it all the same would bring is told:
+
+    a plan         its note says why, and what several micro-batches would take instead
+    nothing fits   the error says why, and whether several micro-batches would fit
+"""
 
 from __future__ import annotations
 
@@ -8,17 +14,18 @@ from dataclasses import replace
 from cost_models.cluster import ClusterSpec
 from cost_models.errors import InfeasibleError, PartitionerError, TimeLimitError, UsageError
 from cost_models.units import counted, format_seconds, percent
-from partitioner.planning.whole_batch import with_price, with_way_out
 from partitioner.record.data import PlanT
 from partitioner.record.describe import describe
-from partitioner.record.records import Alternative
 from passes.compile import Compiled, compile_graph
+from passes.costs.costs import costs_of
 from passes.graph.graph import OpGraph
 from passes.interrupts import may_be_lost
+from passes.search.certificate import Alternative
 from passes.search.free.request import FreeRequest
-from passes.search.judge import Simulated, fastest_fitting
+from passes.search.judge import Judge, Simulated, fastest_fitting
 from passes.search.outcome import Outcome
 from passes.search.request import Request
+from passes.search.strategies import search
 from passes.search.words import AUTO_NOT_CONSIDERED, STRATEGY_WORDS
 from passes.timings import run_pass
 
@@ -42,37 +49,31 @@ def _fastest_plan(
 ) -> PlanT:
     if len(requests) == 1:
         return _plan(kind, graph, cluster, compile_graph(graph, cluster, requests[0]))
-    found: list[Compiled] = []
+    compiled_plans: list[Compiled] = []
     failures: dict[str, PartitionerError] = {}
     stopped = False
     for request in requests:
         try:
-            with may_be_lost(bool(found)):
-                found.append(compile_graph(graph, cluster, _started(request, found)))
+            with may_be_lost(bool(compiled_plans)):
+                compiled_plans.append(compile_graph(graph, cluster, _started(request, compiled_plans)))
         except KeyboardInterrupt:
-            if not found:
+            if not compiled_plans:
                 raise
             stopped = True
             break
         except (InfeasibleError, TimeLimitError) as error:
             failures[STRATEGY_WORDS[request.strategy].adverb] = error
-    if not found:
+    if not compiled_plans:
         raise InfeasibleError(
             f"{graph.model_name} fits {cluster.name} by no strategy",
             [f"{name}: {reason}" for name, error in failures.items() for reason in error.because],
             [way for error in failures.values() for way in error.suggestions],
         )
-    best = min(found, key=lambda compiled: compiled.outcome.best.step_seconds)
+    best = min(compiled_plans, key=lambda compiled: compiled.outcome.best.step_seconds)
     plan = _plan(kind, graph, cluster, best)
-    others = [_alternative(compiled, best) for compiled in found if compiled is not best]
+    others = [_alternative(compiled, best) for compiled in compiled_plans if compiled is not best]
     others += [
-        Alternative(
-            strategy=name,
-            feasible=False,
-            reason="; ".join(error.because) or error.what,
-            step_seconds=None,
-            peak_memory_bytes=None,
-        )
+        Alternative(name, False, "; ".join(error.because) or error.what, None, None)
         for name, error in failures.items()
     ]
     status = "interrupted" if stopped else plan.certificate.solver_status
@@ -81,7 +82,7 @@ def _fastest_plan(
             "alternatives": (*others, *plan.alternatives),
             "not_considered": AUTO_NOT_CONSIDERED,
             "certificate": replace(plan.certificate, solver_status=status),
-            "notes": (*why_it_won(best, found), *plan.notes),
+            "notes": (*why_it_won(best, compiled_plans), *plan.notes),
         }
     )
 
@@ -92,23 +93,20 @@ def _plan(kind: type[PlanT], graph: OpGraph, cluster: ClusterSpec, compiled: Com
     )
 
 
-def _started(request: Request, found: Sequence[Compiled]) -> Request:
+def _started(request: Request, compiled_plans: Sequence[Compiled]) -> Request:
     """Let a free search begin with the fastest pipeline of single devices that was simulated."""
-    if not found or not isinstance(request, FreeRequest):
+    if not compiled_plans or not isinstance(request, FreeRequest):
         return request
-    outcome = found[0].outcome
+    outcome = compiled_plans[0].outcome
     alone = fastest_fitting([s for s in outcome.judge.tried if not s.candidate.shardings])
     return request if alone is None else replace(request, start=replace(outcome, best=alone))
 
 
 def _alternative(compiled: Compiled, best: Compiled) -> Alternative:
-    own = compiled.outcome.best
+    other = compiled.outcome.best
+    name = f"{STRATEGY_WORDS[compiled.request.strategy].adverb}, the best found"
     return Alternative(
-        strategy=f"{STRATEGY_WORDS[compiled.request.strategy].adverb}, the best found",
-        feasible=True,
-        reason=_slower(own, best.outcome.best),
-        step_seconds=own.step_seconds,
-        peak_memory_bytes=max(own.peak_bytes),
+        name, True, _slower(other, best.outcome.best), other.step_seconds, max(other.peak_bytes)
     )
 
 
@@ -131,24 +129,24 @@ def _family(simulated: Simulated) -> str:
     return "mesh" if len(candidate.groups) == 1 else "groups"
 
 
-def why_it_won(best: Compiled, found: Sequence[Compiled]) -> list[str]:
+def why_it_won(best: Compiled, compiled_plans: Sequence[Compiled]) -> list[str]:
     """Say in two sentences what the best is, and how much faster than the best of every other kind."""
-    first, won = found[0].outcome, best.outcome.best
-    others = [family for family in FAMILIES if best is not found[0] or family != _family(won)]
+    first, won = compiled_plans[0].outcome, best.outcome.best
+    others = [family for family in FAMILIES if best is not compiled_plans[0] or family != _family(won)]
     compared, left_out = [], []
     for family in others:
-        own = _fastest_of(first, family)
-        if own is None:
+        rival = _fastest_of(first, family)
+        if rival is None:
             left_out.append(f"no {FAMILIES[family]}")
         else:
-            compared.append(f"the best {FAMILIES[family]} is {_slower(own, won)}")
+            compared.append(f"the best {FAMILIES[family]} is {_slower(rival, won)}")
     sentence = f"{best.outcome.label}, takes {format_seconds(won.step_seconds)} a step: {', '.join(compared)}"
     if left_out:
         sentence += (
             f"{'; ' if compared else ''}{' and '.join(left_out)} that fits came near enough to be simulated"
         )
     sentences = [f"{sentence}."]
-    for compiled in found[1:]:
+    for compiled in compiled_plans[1:]:
         adverb = STRATEGY_WORDS[compiled.request.strategy].adverb
         if compiled is best:
             sentences.append(
@@ -163,3 +161,63 @@ def why_it_won(best: Compiled, found: Sequence[Compiled]) -> list[str]:
 
 def _fastest_of(outcome: Outcome, family: str) -> Simulated | None:
     return fastest_fitting([s for s in outcome.judge.tried if _family(s) == family])
+
+
+OPTION = "micro_couplings=True (--micro-couplings)"
+
+
+def with_price(plan: PlanT, graph: OpGraph, cluster: ClusterSpec, request: Request) -> PlanT:
+    """Note in ``plan`` why its batch is in one piece, and how much faster others would be. ``request``: the plan's own.
+
+    What is left of the search's time is spent on them.
+    """
+    limit, spent = request.time_limit_seconds, plan.certificate.search_seconds
+    left = None if limit is None else limit - spent
+    other = None
+    if left is None or left > 0:
+        try:
+            with may_be_lost():
+                other = _in_pieces(graph, cluster, request, left)
+        except KeyboardInterrupt:
+            left = 0.0
+    took = plan.prediction.step_seconds
+    if other is not None and other.candidate.microbatches > 1 and other.step_seconds < took:
+        says = f"{_taking(other)} a step instead of {format_seconds(took)}, and compute that per micro-batch: {OPTION}"
+    elif left is None or left > 0:
+        adverb = STRATEGY_WORDS[request.strategy].adverb
+        says = f"planned {adverb}, several would not be faster ({OPTION})"
+    else:
+        says = f"{OPTION} allows several"
+    note = f"one micro-batch, for {request.whole_batch}; {says}"
+    return plan.model_copy(update={"notes": (note, *plan.notes)})
+
+
+def with_way_out(
+    error: PartitionerError, graph: OpGraph, cluster: ClusterSpec, requests: Sequence[Request]
+) -> PartitionerError:
+    """Return ``error`` with the reason why the batch is in one piece, and what fits if it need not be."""
+    ways = []
+    for request in requests:
+        other = _in_pieces(graph, cluster, request, request.time_limit_seconds)
+        if other is not None:
+            ways.append(f"{OPTION}: {_taking(other)} a step, and compute that per micro-batch")
+            break
+    because = [*error.because, f"the batch stays in one micro-batch, for {requests[0].whole_batch}"]
+    return type(error)(error.what, because, [*ways, *error.suggestions])
+
+
+def _taking(other: Simulated) -> str:
+    count = counted(other.candidate.microbatches, "micro-batch")
+    return f"{count} would take {format_seconds(other.step_seconds)}"
+
+
+def _in_pieces(
+    graph: OpGraph, cluster: ClusterSpec, request: Request, seconds: float | None
+) -> Simulated | None:
+    """Search any number of micro-batches; None if nothing fits or is found in time."""
+    freed = replace(request, microbatches="auto", whole_batch="", time_limit_seconds=seconds)
+    judge = Judge(graph, costs_of(graph, cluster), cluster, request.job)
+    try:
+        return search(graph, judge.costs, cluster, freed, judge).best
+    except (InfeasibleError, TimeLimitError):
+        return None

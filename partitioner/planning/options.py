@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal, TypeGuard, get_args
+from typing import Any, Literal, TypeGuard, TypeVar, get_args
 
 from cost_models.cluster import ClusterSpec
 from cost_models.errors import UsageError
@@ -39,17 +39,20 @@ _ABOUT_STAGES = "{option}={value!r} is about stages of a pipeline; strategy {min
 _IS_FOR = '{option}={value!r} is for strategy "{knows}"'
 NOT_HERE = {
     "mesh": 'mesh= arranges the devices of strategy "{knows}"; strategy {mine!r} has none',
+    "fix": _IS_FOR,
     "objective": _IS_FOR,
     "splits": _IS_FOR,
     "schedule": _ABOUT_STAGES,
     "min_stages": _ABOUT_STAGES,
     "max_stages": _ABOUT_STAGES,
     "recompute": _ABOUT_STAGES,
-    "fix": _IS_FOR,
 }
 """The problem with an option that the strategy does not know."""
+NEUTRAL = {"schedule": "auto", "recompute": "none"}
+"""Values of these that every strategy can be given."""
 
 Pins = Mapping[str, int] | Mapping[str, str]
+PlaceT = TypeVar("PlaceT", int, str)
 
 
 @dataclass(frozen=True)
@@ -102,14 +105,8 @@ class PlanOptions:
         size = graph.example_batch_size if self.batch_size is None else self.batch_size
         self._check_microbatches(size)
         job = Job(size, self.optimizer_memory, precision)
-        make = {
-            "layer": self._layer_request,
-            "feature": self._feature_request,
-            "hybrid": self._hybrid_request,
-            "free": self._free_request,
-        }
         names = SEARCHING if self.strategy == "auto" else (self.strategy,)
-        requests = tuple(make[name](job, graph) for name in names)
+        requests = tuple(self._request(name, job, graph) for name in names)
         why = "" if self._cuts_the_batch else why_whole(graph)
         return tuple(replace(r, microbatches=1, whole_batch=why) for r in requests) if why else requests
 
@@ -120,49 +117,43 @@ class PlanOptions:
             self.micro_couplings or self.microbatches != "auto" or read_fix(self.fix).microbatch is not None
         )
 
-    def _layer_request(self, job: Job, graph: OpGraph) -> LayerRequest:
-        return LayerRequest(
-            job,
-            microbatches=self.microbatches,
-            pins={glob: stage for glob, stage in (self.pins or {}).items() if isinstance(stage, int)},
-            time_limit_seconds=self.time_limit_seconds,
-            schedule=self.schedule,
-            min_stages=self.min_stages,
-            max_stages=self.max_stages,
-            recompute=of_activations(self.recompute or ("full" if graph.checkpointing else "auto")),
-        )
-
-    def _feature_request(self, job: Job, graph: OpGraph) -> FeatureRequest:
-        return FeatureRequest(
-            job,
-            microbatches=self.microbatches,
-            pins={glob: layout for glob, layout in (self.pins or {}).items() if isinstance(layout, str)},
-            time_limit_seconds=self.time_limit_seconds,
-            mesh=None if self.mesh is None else tuple(self.mesh),
-            recompute=self.recompute or ("full" if graph.checkpointing else None),
-        )
-
-    def _hybrid_request(self, job: Job, graph: OpGraph) -> HybridRequest:
-        return HybridRequest(
-            job,
-            microbatches=self.microbatches,
-            pins={glob: layout for glob, layout in (self.pins or {}).items() if isinstance(layout, str)},
-            time_limit_seconds=self.time_limit_seconds,
-            schedule=self.schedule,
-            fix=read_fix(self.fix),
-            recompute=self.recompute or ("full" if graph.checkpointing else "auto"),
-        )
-
-    def _free_request(self, job: Job, graph: OpGraph) -> FreeRequest:
+    def _request(self, name: str, job: Job, graph: OpGraph) -> Request:
+        again = self.recompute or ("full" if graph.checkpointing else "auto")
+        shared: dict[str, Any] = {
+            "job": job,
+            "microbatches": self.microbatches,
+            "time_limit_seconds": self.time_limit_seconds,
+        }
+        match name:
+            case "layer":
+                return LayerRequest(
+                    **shared,
+                    pins=self._pinned(int),
+                    schedule=self.schedule,
+                    min_stages=self.min_stages,
+                    max_stages=self.max_stages,
+                    recompute=of_activations(again),
+                )
+            case "feature":
+                return FeatureRequest(
+                    **shared,
+                    pins=self._pinned(str),
+                    mesh=None if self.mesh is None else tuple(self.mesh),
+                    recompute=self.recompute or ("full" if graph.checkpointing else None),
+                )
+            case "hybrid":
+                pins, fix = self._pinned(str), read_fix(self.fix)
+                return HybridRequest(**shared, pins=pins, schedule=self.schedule, fix=fix, recompute=again)
         return FreeRequest(
-            job,
-            microbatches=self.microbatches,
-            pins={glob: device for glob, device in (self.pins or {}).items() if isinstance(device, int)},
-            time_limit_seconds=self.time_limit_seconds,
+            **shared,
+            pins=self._pinned(int),
             objective=self.objective or "throughput",
             split=self.splits is None,
             splits={glob: tuple(sizes) for glob, sizes in (self.splits or {}).items()},
         )
+
+    def _pinned(self, kind: type[PlaceT]) -> dict[str, PlaceT]:
+        return {glob: place for glob, place in (self.pins or {}).items() if isinstance(place, kind)}
 
     def _unknown_words(self) -> Iterator[str]:
         if self.strategy not in STRATEGIES:
@@ -229,17 +220,8 @@ class PlanOptions:
 
     def _given(self) -> Mapping[str, object]:
         """Return the options that not every strategy knows, as far as they were given."""
-        given = {
-            "mesh": self.mesh,
-            "fix": self.fix,
-            "objective": self.objective,
-            "splits": self.splits,
-            "schedule": None if self.schedule == "auto" else self.schedule,
-            "min_stages": self.min_stages,
-            "max_stages": self.max_stages,
-            "recompute": None if self.recompute in (None, "none") else self.recompute,
-        }
-        return {option: value for option, value in given.items() if value is not None}
+        given = {option: getattr(self, option) for option in NOT_HERE}
+        return {o: value for o, value in given.items() if value is not None and value != NEUTRAL.get(o)}
 
     def _wrong_pins(self) -> Iterator[str]:
         """Name pins that are not the strategy's."""

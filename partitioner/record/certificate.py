@@ -27,35 +27,37 @@ if TYPE_CHECKING:
 def added_up(terms: PipelineTerms) -> tuple[float, float]:
     """Return objective and bound in seconds; a bound is infinite where no option fits."""
     m, chunks = terms.microbatches, terms.chunks
-    own = [
+    each = [
         (row.microbatch_seconds + row.once_seconds / m, row.cut_seconds)
         for row in terms.stages
         for _ in range(row.stages)
     ]
-    total = sum(stage + cut for stage, cut in own)
+    total = sum(stage + cut for stage, cut in each)
     longest, before = 0.0, 0.0
-    for (stage, cut), held in zip(own, terms.in_flight, strict=True):
-        waits = (total - before - cut) / (held * chunks) if held < m else 0.0
+    for (stage, cut), flying in zip(each, terms.in_flight, strict=True):
+        waits = (total - before - cut) / (flying * chunks) if flying < m else 0.0
         longest = max(longest, stage, cut, waits)
         before += stage + cut
     if terms.in_turn:
-        longest = max(longest, _charged(own, terms.in_flight, m))
+        longest = max(longest, _charged(each, terms.in_flight, m))
     bounds = [row.bound_seconds for row in terms.options if row.bound_seconds is not None]
     return terms.fill * total + (m - terms.fill) * chunks * longest, min(bounds, default=float("inf"))
 
 
-def _charged(own: Sequence[tuple[float, float]], in_flight: Sequence[int], microbatches: int) -> float:
+def _charged(each: Sequence[tuple[float, float]], in_flight: Sequence[int], microbatches: int) -> float:
     """Return the least longest stage, over all ways to charge each cut to the stage before or behind it."""
-    found = {0.0: 0.0}  # what the stage at hand pays for the cut in front of it -> the longest stage before
-    for number, (seconds, _) in enumerate(own):
-        behind = own[number + 1][1] if number + 1 < len(own) and in_flight[number] < microbatches else 0.0
+    longest_of = {
+        0.0: 0.0
+    }  # what the stage at hand pays for the cut in front of it -> the longest stage before
+    for number, (seconds, _) in enumerate(each):
+        behind = each[number + 1][1] if number + 1 < len(each) and in_flight[number] < microbatches else 0.0
         paying: dict[float, float] = {}
-        for paid, longest in found.items():
+        for paid, longest in longest_of.items():
             for mine in (0.0, behind):  # the rest of the cut behind is the next stage's
                 total = max(longest, seconds + paid + mine)
                 paying[behind - mine] = min(total, paying.get(behind - mine, float("inf")))
-        found = paying
-    return min(found.values())
+        longest_of = paying
+    return min(longest_of.values())
 
 
 def contradictions(plan: PlanFields) -> Iterator[str]:

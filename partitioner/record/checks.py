@@ -162,6 +162,6 @@ def _per_rank(plan: PlanFields, world: int) -> Iterator[str]:
 def _state_parts(plan: PlanFields) -> Iterator[str]:
     """Check that the parts of each rank's state add up to it."""
     for rank, whole in plan.state_bytes.items() if plan.state_parts else ():
-        held = sum(table.get(rank, 0) for table in plan.state_parts.values())
-        if held != whole:
-            yield f"state_parts: {held:,} bytes of rank {rank} in all, and state_bytes has {whole:,}"
+        total = sum(table.get(rank, 0) for table in plan.state_parts.values())
+        if total != whole:
+            yield f"state_parts: {total:,} bytes of rank {rank} in all, and state_bytes has {whole:,}"

@@ -17,7 +17,7 @@ from typing import Annotated, Any, TypeVar
 from pydantic import BeforeValidator, PlainSerializer, WithJsonSchema
 
 from cost_models.units import show
-from partitioner.record.base import Amount, Natural
+from partitioner.record.file import Amount, Natural
 
 MOST_DEVICES = 1 << 20
 """The most devices that a group or table is expanded to: a larger number is damage, and would fill the memory."""
@@ -49,7 +49,7 @@ def _compact_group(ranks: tuple[int, ...]) -> list[int] | dict[str, int]:
     return list(ranks)
 
 
-Devices = Annotated[
+DeviceGroup = Annotated[
     tuple[Natural, ...],
     BeforeValidator(_expanded_group),
     PlainSerializer(_compact_group, when_used="json"),
@@ -78,13 +78,13 @@ def _expanded_table(value: object) -> object:
     """Return a table with an entry for each rank of keys such as "0-7"; anything else as it is."""
     if not isinstance(value, Mapping):
         return value
-    found: dict[object, object] = {}
+    table: dict[object, object] = {}
     for key, entry in value.items():
         for rank in _ranks_of(key):
-            if rank in found:
+            if rank in table:
                 raise ValueError(f"{show(rank)} is there twice")
-            found[rank] = entry
-    return found
+            table[rank] = entry
+    return table
 
 
 def _ranks_of(key: object) -> Iterator[object]:
@@ -102,13 +102,13 @@ def _compact_table(table: Mapping[str, V]) -> dict[str, V]:
     """Write neighbouring ranks with equal entries as one."""
     if not all(key.isdecimal() for key in table):
         return dict(table)
-    found: dict[str, V] = {}
+    compact: dict[str, V] = {}
     ranks = sorted(map(int, table))
     runs = itertools.groupby(enumerate(ranks), key=lambda item: (item[1] - item[0], table[str(item[1])]))
     for (_, entry), members in runs:
-        own = [rank for _, rank in members]
-        found[str(own[0]) if len(own) == 1 else f"{own[0]}-{own[-1]}"] = entry
-    return found
+        run = [rank for _, rank in members]
+        compact[str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}"] = entry
+    return compact
 
 
 def _table(entry: dict[str, Any]) -> WithJsonSchema:

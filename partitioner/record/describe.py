@@ -12,21 +12,19 @@ from torch import fx
 
 from cost_models.cluster import ClusterSpec
 from cost_models.precision import NAMES
-from cost_models.units import counted, format_bytes, percent
-from partitioner.record.base import package_version
+from cost_models.units import format_bytes, percent
 from partitioner.record.data import PlanT
 from partitioner.record.describe_outline import describe_outline, describe_state, op_amounts
 from partitioner.record.describe_sharding import describe_sharding, even_batches, whole_ops
+from partitioner.record.file import package_version
 from partitioner.record.modules import modules_of_stages
 from partitioner.record.records import (
-    Alternative,
     ModelInfo,
     Prediction,
     ProofRecord,
     Stage,
     StageValue,
     TiedParameter,
-    Transfer,
     ViewRecord,
 )
 from passes.compile import Compiled
@@ -35,13 +33,12 @@ from passes.graph.graph import OpGraph
 from passes.lower.candidate import Candidate
 from passes.lower.lower import value_spec
 from passes.lower.summarize import state_names_of_segments
-from passes.search.baselines import Baseline
+from passes.search.certificate import Alternative
 from passes.search.outcome import Label, MeshTried, Outcome, RunnerUp
 from passes.search.request import Request
 from passes.search.words import STRATEGY_WORDS, RecomputeMode
 from passes.shard.couplings import couplings, said
 from passes.trace.precision import dominant_dtype, precision_notes
-from runtime.program.crossings import pieces_between
 from runtime.program.program import Backward, BackwardWeight, Forward, Program, SegmentGraph, Value
 
 MOST_RUNNER_UPS = 5
@@ -53,7 +50,7 @@ def describe(kind: type[PlanT], graph: OpGraph, cluster: ClusterSpec, compiled: 
     job, candidate = request.job, outcome.best.candidate
     recompute = _recompute(request, candidate)
     sizes = job.sizes(candidate.microbatches)
-    on_meshes = {name for own in realized.meshes.values() for item in own.sums for name in item.parameters}
+    on_meshes = {name for mesh in realized.meshes.values() for item in mesh.sums for name in item.parameters}
     return kind(
         partitioner_version=package_version(),
         model=_model(graph),
@@ -80,7 +77,7 @@ def describe(kind: type[PlanT], graph: OpGraph, cluster: ClusterSpec, compiled: 
         ),
         views=tuple(ViewRecord(name=n, owner=v.owner, view=str(v)) for n, v in sorted(graph.views.items())),
         values=tuple(_value(compiled, value, sizes[0]) for value in realized.segments.values),
-        transfers=_transfers(compiled),
+        transfers=compiled.bridges,
         state_bytes={str(r): size for r, size in enumerate(realized.step.state_bytes)},
         state_parts=describe_state(realized.state),
         optimizer_seconds={str(r): s for r, s in enumerate(realized.step.optimizer_seconds)},
@@ -175,8 +172,8 @@ def _stages(compiled: Compiled) -> tuple[Stage, ...]:
     stages = []
     for segment in realized.segments.segments:
         mesh = realized.meshes.get(segment.index)
-        held = graph.parameters if mesh is None else mesh.parameters
-        parameters = [held[name] for name in names[segment.index] if name in held]
+        specs = graph.parameters if mesh is None else mesh.parameters
+        parameters = [specs[name] for name in names[segment.index] if name in specs]
         stages.append(
             Stage(
                 devices=segment.ranks,
@@ -223,26 +220,6 @@ def _in_flight(programs: tuple[Program, ...], segments: SegmentGraph) -> list[in
     return most
 
 
-def _transfers(compiled: Compiled) -> tuple[Transfer, ...]:
-    value_of = {value.name: value for value in compiled.realized.segments.values}
-    found = []
-    for bridge in compiled.bridges:
-        value, source, target = value_of[bridge.value], bridge.source.ranks, bridge.target.ranks
-        there, _ = pieces_between(value, source, target)
-        found.append(
-            Transfer(
-                value=bridge.value,
-                kind=bridge.kind,
-                source=source[0],
-                target=target[0],
-                size_bytes=sum(piece.size_bytes for piece in there),
-                gradient=bridge.needs_grad,
-                messages=len(there),
-            )
-        )
-    return tuple(found)
-
-
 def _prediction(graph: OpGraph, cluster: ClusterSpec, compiled: Compiled) -> Prediction:
     simulation, batch_size = compiled.realized.simulation, compiled.request.job.batch_size
     step = simulation.step_seconds
@@ -279,28 +256,29 @@ def _mfu(graph: OpGraph, cluster: ClusterSpec, compiled: Compiled, ranks: set[in
     """Return model FLOPs utilisation: FLOPs of forward and backward over step time times the peak rates of ``ranks``."""
     table = compiled.costs.at(compiled.request.job.batch_size)
     flops = float(np.sum(table.forward_flops + table.backward_input_flops + table.backward_weight_flops))
-    own = dominant_dtype(graph)
-    if not flops or own is None:
+    model_dtype = dominant_dtype(graph)
+    if not flops or model_dtype is None:
         return None
-    dtype = compiled.request.job.precision.of(own).leaf
+    dtype = compiled.request.job.precision.of(model_dtype).leaf
     peak = sum(cluster.devices[rank].peak_flops(dtype) for rank in ranks)
     return flops / (compiled.realized.simulation.step_seconds * peak)
 
 
 def _alternatives(compiled: Compiled) -> tuple[Alternative, ...]:
     """List not partitioning at all, and the best other plans of the strategy."""
-    alone, *replicas = compiled.baselines
-    others = [_baseline(alone, ""), *(_baseline(each, " on each device") for each in replicas)]
     best_seconds = compiled.outcome.best.step_seconds
-    others += [
-        Alternative(
-            strategy=str(entry.label),
-            feasible=entry.fits,
-            reason=_why_not_chosen(entry, best_seconds),
-            step_seconds=entry.step_seconds,
-            peak_memory_bytes=entry.peak_bytes,
-        )
-        for entry in distinct_runner_ups(compiled.outcome.runner_ups)
+    others = [
+        *compiled.baselines,
+        *(
+            Alternative(
+                str(entry.label),
+                entry.fits,
+                _why_not_chosen(entry, best_seconds),
+                entry.step_seconds,
+                entry.peak_bytes,
+            )
+            for entry in distinct_runner_ups(compiled.outcome.runner_ups)
+        ),
     ]
     if compiled.outcome.details is not None:
         others += _other_meshes(compiled.outcome)
@@ -322,13 +300,7 @@ def _other_meshes(outcome: Outcome) -> list[Alternative]:
     for tried in sorted(details.tried, key=_at_least):
         best.setdefault(Label.of_mesh(tried.shape, tried.microbatches), tried)
     return [
-        Alternative(
-            strategy=str(label),
-            feasible=tried.status != "infeasible",
-            reason=_why_not(tried, details.seconds),
-            step_seconds=None,
-            peak_memory_bytes=None,
-        )
+        Alternative(str(label), tried.status != "infeasible", _why_not(tried, details.seconds), None, None)
         for label, tried in [pair for pair in best.items() if pair[0] != chosen][:MOST_RUNNER_UPS]
     ]
 
@@ -348,18 +320,6 @@ def _why_not(tried: MeshTried, own_seconds: float) -> str:
         return "no faster by the search's count"
     least = "" if math.isfinite(tried.seconds) else "at least "
     return f"{least}{percent(slower)} slower by the search's count"
-
-
-def _baseline(baseline: Baseline, where: str) -> Alternative:
-    fits = f"fits in {counted(baseline.microbatches, 'micro-batch')}"
-    short = format_bytes(baseline.peak_memory_bytes - baseline.capacity_bytes)
-    return Alternative(
-        strategy=baseline.strategy,
-        feasible=baseline.feasible,
-        reason=fits if baseline.feasible else f"does not fit: {short} short{where}",
-        step_seconds=baseline.step_seconds,
-        peak_memory_bytes=baseline.peak_memory_bytes,
-    )
 
 
 def distinct_runner_ups(runner_ups: Sequence[RunnerUp]) -> list[RunnerUp]:

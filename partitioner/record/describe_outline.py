@@ -11,14 +11,14 @@ from torch import fx
 
 from cost_models.compute import ComputeDevice
 from cost_models.memory import StateBytes
-from partitioner.record.outline import ModelOutline, OpKind, OutlineInput
-from partitioner.record.records import StatePart
+from partitioner.record.outline import ModelOutline, OutlineInput, OutlineKind
+from partitioner.record.records import StateKind
 from passes.costs.costs import GraphCosts
 from passes.graph.graph import GraphInput, OpGraph, tensor_specs
 from passes.shard.words import operands
 from runtime.segment.code import TensorSpec
 
-Key = TypeVar("Key", bound=Hashable)
+KeyT = TypeVar("KeyT", bound=Hashable)
 OpAmounts = tuple[float, float, float, float, float, float]
 """An op's FLOPs forward and backward, bytes that it makes and keeps, and seconds forward and backward."""
 
@@ -75,7 +75,7 @@ def describe_outline(
         class_of=tuple(class_of),
         sources=tuple(sources),
         kinds=tuple(
-            OpKind(op=op, shape=shape, dtype=dtype, forward_flops=forward, backward_flops=backward,
+            OutlineKind(op=op, shape=shape, dtype=dtype, forward_flops=forward, backward_flops=backward,
                    output_bytes=int(size), saved_bytes=int(kept), forward_seconds=there, backward_seconds=back)
             for op, shape, dtype, forward, backward, size, kept, there, back in kinds
         ),
@@ -89,7 +89,7 @@ def describe_outline(
     )  # fmt: skip
 
 
-def _number(known: dict[Key, int], key: Key) -> int:
+def _number(known: dict[KeyT, int], key: KeyT) -> int:
     """Return the number of ``key``, a new one where it has none yet."""
     return known.setdefault(key, len(known))
 
@@ -121,7 +121,7 @@ def _input(graph: OpGraph, given: GraphInput, symbols: Mapping[sympy.Symbol, int
     )
 
 
-def describe_state(state: Sequence[StateBytes]) -> dict[StatePart, dict[str, int]]:
+def describe_state(state: Sequence[StateBytes]) -> dict[StateKind, dict[str, int]]:
     """Return the bytes of each kind of state, by rank."""
     return {
         "parameters": {str(rank): own.parameters for rank, own in enumerate(state)},

@@ -33,21 +33,21 @@ MOST_NOTES = 3
 
 def describe_sharding(compiled: Compiled, stage: int) -> StageSharding:
     """Record how the devices of a stage share it."""
-    graph, details, own = (
+    graph, details, mesh = (
         compiled.outcome.judge.graph,
         compiled.outcome.details,
         compiled.realized.meshes[stage],
     )
     assert details is not None
     origins = details.origins[stage]
-    fields: dict[str, Any] = dict(texts_of(own.placement))
+    fields: dict[str, Any] = dict(texts_of(mesh.placement))
     return StageSharding(
         **fields,
-        samples_multiple=own.samples_multiple,
-        collectives=own.collectives,
-        sums=own.sums,
-        gathers=own.gathers,
-        layouts=_layout_rows(graph, own, compiled.costs),
+        samples_multiple=mesh.samples_multiple,
+        collectives=mesh.collectives,
+        sums=mesh.sums,
+        gathers=mesh.gathers,
+        layouts=_layout_rows(graph, mesh, compiled.costs),
         discovered_ops=origins.discovered,
         replicated_ops=origins.replicated,
         replicated_seconds=origins.replicated_seconds,
@@ -89,19 +89,19 @@ def even_batches(compiled: Compiled, cluster: ClusterSpec) -> list[str]:
     ]
 
 
-def _layout_rows(graph: OpGraph, own: OnMesh, costs: GraphCosts) -> tuple[LayoutRow, ...]:
+def _layout_rows(graph: OpGraph, mesh: OnMesh, costs: GraphCosts) -> tuple[LayoutRow, ...]:
     """Make the rows of ``graph``: its parameters, and its products that read none, in the order of the model.
 
     Every parameter and product is a row of its own at first, with the op that reads it; equal ones of a class become one.
     """
-    found: dict[tuple[str, object], list[tuple[str, LayoutRow]]] = {}
-    for reader, row in (*_parameters(graph, own, costs), *_products(graph, own, costs)):
+    classes: dict[tuple[str, object], list[tuple[str, LayoutRow]]] = {}
+    for reader, row in (*_parameters(graph, mesh, costs), *_products(graph, mesh, costs)):
         way = row.stored, row.state, row.taken, row.op, row.takes, row.makes
-        found.setdefault((_class_of(row.name), way), []).append((reader, row))
-    patterns = [pattern for pattern, _ in found]
+        classes.setdefault((_class_of(row.name), way), []).append((reader, row))
+    patterns = [pattern for pattern, _ in classes]
     order = {node.name: i for i, node in enumerate(graph.ops)}
     rows = []
-    for (pattern, _), alike in found.items():
+    for (pattern, _), alike in classes.items():
         alone = patterns.count(pattern) == 1 and len(alike) > 1
         name = pattern if alone else range_of([row.name for _, row in alike]) or pattern
         size_bytes = sum(row.size_bytes for _, row in alike)
@@ -110,13 +110,13 @@ def _layout_rows(graph: OpGraph, own: OnMesh, costs: GraphCosts) -> tuple[Layout
     return tuple(row for _, row in sorted(rows, key=lambda item: item[0]))
 
 
-def _parameters(graph: OpGraph, own: OnMesh, costs: GraphCosts) -> Iterator[tuple[str, LayoutRow]]:
-    whole: Placements = (Replicate(),) * len(own.placement.mesh.shape)
-    node_of = {given.name: graph.nodes[given.node] for given in graph.inputs if given.kind == "parameter"}
+def _parameters(graph: OpGraph, mesh: OnMesh, costs: GraphCosts) -> Iterator[tuple[str, LayoutRow]]:
+    whole: Placements = (Replicate(),) * len(mesh.placement.mesh.shape)
+    node_of = {source.name: graph.nodes[source.node] for source in graph.inputs if source.kind == "parameter"}
     index = {node.name: i for i, node in enumerate(graph.ops)}
-    for name, spec in own.parameters.items():
-        stored = own.placement.stored.get(name, whole)
-        state = own.placement.sharded_state.get(name, stored)
+    for name, spec in mesh.parameters.items():
+        stored = mesh.placement.stored.get(name, whole)
+        state = mesh.placement.sharded_state.get(name, stored)
         users = (
             [user for user in node_of[name].users if user.op == "call_function"] if name in node_of else []
         )
@@ -128,35 +128,35 @@ def _parameters(graph: OpGraph, own: OnMesh, costs: GraphCosts) -> Iterator[tupl
             size_bytes=spec.size_bytes,
             stored=placements_text(stored),
             state=placements_text(state) if state != stored else "",
-            **_reading(graph, own, reader, name),
+            **_reading(graph, mesh, reader, name),
         )
         yield "" if reader is None else reader.name, row
 
 
-def _products(graph: OpGraph, own: OnMesh, costs: GraphCosts) -> Iterator[tuple[str, LayoutRow]]:
+def _products(graph: OpGraph, mesh: OnMesh, costs: GraphCosts) -> Iterator[tuple[str, LayoutRow]]:
     """Yield matrix products, convolutions and attention between activations, named by their modules."""
     for i, node in enumerate(graph.ops):
-        if node.name not in own.placement.choices or costs.op_class(i) == "memory":
+        if node.name not in mesh.placement.choices or costs.op_class(i) == "memory":
             continue
         reads = [graph.input_of.get(source.name) for source in node.all_input_nodes]
         if not any(given and given.kind == "parameter" for given in reads):
             path = str(node.meta.get("module_path", "")) or node.name
-            read = _reading(graph, own, node, "")
+            read = _reading(graph, mesh, node, "")
             yield node.name, LayoutRow(name=path, count=1, size_bytes=0, stored="", state="", **read)
 
 
-def _reading(graph: OpGraph, own: OnMesh, node: fx.Node | None, parameter: str) -> dict[str, Any]:
+def _reading(graph: OpGraph, mesh: OnMesh, node: fx.Node | None, parameter: str) -> dict[str, Any]:
     """Return the fields of a row that say how ``node`` takes ``parameter`` and runs; empty ones where that is not known."""
-    if node is None or node.name not in own.placement.choices:
+    if node is None or node.name not in mesh.placement.choices:
         return {"taken": "", "op": "", "takes": (), "makes": ""}
-    choice = own.placement.choices[node.name]
+    choice = mesh.placement.choices[node.name]
     taken, takes = "", []
     for position, source in enumerate(operands(node)):
         text = placements_text(tuple(one.inputs[position].placement for one in choice))
-        given = graph.input_of.get(source.name)
-        if given is None or given.kind != "parameter":
+        operand = graph.input_of.get(source.name)
+        if operand is None or operand.kind != "parameter":
             takes.append(text)
-        elif given.name == parameter:
+        elif operand.name == parameter:
             taken = text
     makes = placements_text(tuple(one.outputs[0] for one in choice)) if choice[0].outputs else ""
     op = str(node.target).removeprefix("aten.").partition(".")[0]

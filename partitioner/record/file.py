@@ -1,4 +1,4 @@
-"""Plan files on their way in and out: written atomically, read as data from anyone.
+"""Records and their files: data that cannot change and admits nothing unknown, written atomically, read from anyone.
 
     bytes ─► text (at most MOST_BYTES) ─► JSON (bounded numbers and depth) ─► Plan (types, then consistency)
 
@@ -12,18 +12,59 @@ import math
 import os
 import re
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any, ClassVar, Self
+from typing import Annotated, Any, ClassVar, Self
 
-from pydantic import ValidationError
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    NonNegativeFloat,
+    NonNegativeInt,
+    SerializerFunctionWrapHandler,
+    ValidationError,
+    WrapSerializer,
+)
 
 from cost_models.errors import PlanError
 from cost_models.shown import ShownInNotebooks
 from cost_models.spec.document import key_path
 from cost_models.units import show
-from partitioner.record.base import Record
-from partitioner.record.upgrade import Upgrade
+from passes.search.certificate import Certificate
+
+Natural = NonNegativeInt
+"""A number of things, a size in bytes, a rank or a stage."""
+Amount = NonNegativeFloat
+"""Seconds, or a cost."""
+Upgrade = Callable[[dict[str, Any]], dict[str, Any]]
+"""A function from the data of one version of a file to that of the next."""
+
+
+class Record(BaseModel):
+    """A part of a plan."""
+
+    model_config: ClassVar[ConfigDict] = ConfigDict(
+        frozen=True, extra="forbid", allow_inf_nan=False, strict=True
+    )
+
+
+def _without_absent_terms(certificate: Certificate, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+    data: dict[str, Any] = handler(certificate)
+    return data if certificate.terms is not None else {k: v for k, v in data.items() if k != "terms"}
+
+
+CertificateField = Annotated[Certificate, WrapSerializer(_without_absent_terms)]
+"""The search's certificate, in JSON without the terms of searches that have none."""
+
+
+def package_version() -> str:
+    """Return the installed version; "source" when run from a checkout that is not installed."""
+    try:
+        return version("partitioner")
+    except PackageNotFoundError:
+        return "source"
+
 
 MOST_BYTES = 1 << 28
 """The largest file: a plan of 100,000 ops has some 20 MB."""
@@ -148,19 +189,19 @@ def read_json(text: str, source: str, versions: Sequence[int]) -> dict[str, Any]
         raise PlanError(f"{source} is not a plan", ["it is nested too deeply"], [ANEW]) from error
     if not isinstance(data, dict):
         raise PlanError(f"{source} is not a plan", [f"expected an object, got {show(data)}"], [GIVE_PLAN])
-    found = data.get("schema_version")
+    number = data.get("schema_version")
     if "schema_version" not in data:
         raise PlanError(
             f"{source} is not a plan",
             [f"it has no schema_version; its keys are {', '.join(map(show, list(data)[:6])) or 'none'}"],
             [GIVE_PLAN],
         )
-    if type(found) is not int or found not in versions:
-        newer = isinstance(found, int) and found > max(versions)
+    if type(number) is not int or number not in versions:
+        newer = isinstance(number, int) and number > max(versions)
         raise PlanError(
             f"{source} is a plan of another version",
             [
-                f"its schema_version is {show(found)}, this partitioner reads {' and '.join(map(str, versions))}"
+                f"its schema_version is {show(number)}, this partitioner reads {' and '.join(map(str, versions))}"
             ],
             ["update partitioner, or " + ANEW if newer else ANEW],
         )
@@ -172,22 +213,22 @@ def read_json(text: str, source: str, versions: Sequence[int]) -> dict[str, Any]
 
 def validation_problems(error: ValidationError) -> list[str]:
     """Write "stages[0].ops: expected …", one per problem, the root ones as they are."""
-    found = error.errors(include_url=False)
+    entries = error.errors(include_url=False)
     lines = []
-    for entry in found[:MOST_PROBLEMS]:
+    for entry in entries[:MOST_PROBLEMS]:
         message = entry["msg"].removeprefix("Value error, ")
         message = message[:1].lower() + message[1:]
         got = entry["input"]
         if entry["type"] == "missing":
             message = "is missing"
-        elif entry["type"] == "extra_forbidden":
+        elif entry["type"] in ("extra_forbidden", "unexpected_keyword_argument"):  # of models, of dataclasses
             message = "is no key of a plan"
         elif isinstance(got, str | int | float | bool | None):
             message += f", got {show(got)}"
         path = key_path(entry["loc"])
         lines += [f"{path}: {part}" if path else part for part in message.split("\n")]
-    if len(found) > MOST_PROBLEMS:
-        lines.append(f"and {len(found) - MOST_PROBLEMS} more problems")
+    if len(entries) > MOST_PROBLEMS:
+        lines.append(f"and {len(entries) - MOST_PROBLEMS} more problems")
     return lines
 
 

@@ -32,7 +32,7 @@ def modules_of_stages(
         containers.update(prefixes[:-1])
         for prefix in prefixes:
             stages_of[prefix].add(stage)
-    found: list[dict[str, str]] = [
+    names_of: list[dict[str, str]] = [
         {} for _ in range(stages)
     ]  # name -> the split block it is a piece of, or ""
     glue: list[dict[str, str]] = [{} for _ in range(stages)]
@@ -43,12 +43,12 @@ def modules_of_stages(
         block = next((prefix for prefix in prefixes if prefix.rpartition(".")[2].isdigit()), "")
         block = block if whole is None or whole.startswith(f"{block}.") else ""
         if whole is not None:
-            found[stage].setdefault(whole, block)
+            names_of[stage].setdefault(whole, block)
         elif path in containers:
             glue[stage].setdefault(f"{path} (part)", block)
         elif path:
-            found[stage].setdefault(f"{path} (part)", block)
-    return [tuple(compress(_fold_blocks(names or rest))) for names, rest in zip(found, glue, strict=True)]
+            names_of[stage].setdefault(f"{path} (part)", block)
+    return [tuple(compress(_fold_blocks(names or rest))) for names, rest in zip(names_of, glue, strict=True)]
 
 
 def _fold_blocks(names: Mapping[str, str]) -> list[str]:

@@ -61,7 +61,7 @@ def with_device_seconds(
         }
     )
     for model, factor in factors.items():
-        device = next(found for found in cluster.devices if found.model == model)
+        device = next(d for d in cluster.devices if d.model == model)
         # "unaligned" is a part of "matmul", which is slower by the factor already.
         parts = {name: part / factor for name, part in device.efficiency.items() if name != "unaligned"}
         reached = device.kind == "cuda" and max(parts.values()) <= 1.0
@@ -138,11 +138,11 @@ def _stage_on(plan: PlanData, stage: Stage, cluster: ClusterSpec) -> tuple[Stage
     gathers = sum(
         item.seconds * (ratio((item.axis,), "all_gather", item.size_bytes) - 1) for item in sharding.gathers
     )
-    own = sharding.model_copy(update={"collectives": tuple(collectives), "sums": tuple(sums)})
+    changed = sharding.model_copy(update={"collectives": tuple(collectives), "sums": tuple(sums)})
     return (
         stage.model_copy(
             update={
-                "sharding": own,
+                "sharding": changed,
                 "forward_seconds": max(0.0, stage.forward_seconds + added[False]),
                 "backward_seconds": max(0.0, stage.backward_seconds + added[True]),
                 "backward_input_seconds": max(0.0, stage.backward_input_seconds + added[True]),

@@ -15,7 +15,7 @@ from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field, PlainSerializer, WithJsonSchema
 
-from partitioner.record.base import Amount, Natural, Record
+from partitioner.record.file import Amount, Natural, Record
 
 
 def _read_numbers(value: object) -> object:
@@ -32,7 +32,7 @@ def _write_numbers(numbers: Sequence[int]) -> str:
     return " ".join(map(str, numbers))
 
 
-Numbers = Annotated[
+NumbersText = Annotated[
     tuple[int, ...],
     BeforeValidator(_read_numbers),
     PlainSerializer(_write_numbers, when_used="json"),
@@ -41,7 +41,7 @@ Numbers = Annotated[
 """Whole numbers; in JSON a text of them."""
 
 
-class OpKind(Record):
+class OutlineKind(Record):
     """The traits that ops share. Amounts are of a micro-batch and of the whole op, whatever devices share it."""
 
     op: str = Field(description="such as aten.linear.default")
@@ -71,16 +71,16 @@ class ModelOutline(Record):
         description='paths; behind those that have ops the modules around them; "" is the model itself'
     )
     classes: tuple[str, ...] = Field(default=(), description="names; earlier plans have none")
-    class_of: Numbers = Field(default=(), description="per module, into classes; -1: not known")
+    class_of: NumbersText = Field(default=(), description="per module, into classes; -1: not known")
     sources: tuple[str, ...] = Field(description="file:line of the model's code")
-    kinds: tuple[OpKind, ...]
+    kinds: tuple[OutlineKind, ...]
     inputs: tuple[OutlineInput, ...]
     names: tuple[str, ...] = Field(description="of the ops")
-    kind_of: Numbers = Field(description="per op, into kinds")
-    module_of: Numbers = Field(description="per op, into modules")
-    source_of: Numbers = Field(description="per op, into sources")
-    read_counts: Numbers = Field(description="per op, how many of reads are its own")
-    reads: Numbers = Field(
+    kind_of: NumbersText = Field(description="per op, into kinds")
+    module_of: NumbersText = Field(description="per op, into modules")
+    source_of: NumbersText = Field(description="per op, into sources")
+    read_counts: NumbersText = Field(description="per op, how many of reads are its own")
+    reads: NumbersText = Field(
         description="what each op reads, one op after the other, its tensors in the order of its arguments: n is op n, "
         "-1 - n is inputs[n]"
     )
@@ -92,11 +92,11 @@ class ModelOutline(Record):
 
     def reads_of(self) -> list[tuple[int, ...]]:
         """Return what each op reads: n is op n, -1 - n is ``inputs[n]``."""
-        found, at = [], 0
+        reads, at = [], 0
         for count in self.read_counts:
-            found.append(self.reads[at : at + count])
+            reads.append(self.reads[at : at + count])
             at += count
-        return found
+        return reads
 
 
 MOST_LEVELS = 100

@@ -22,14 +22,13 @@ from passes.graph.graph import OpGraph, once_per_graph
 from passes.lower.crossing import Extent, Side, crossing_value
 from passes.lower.placed_graph import PlacedGraph, on_meshes
 from passes.lower.segment import Segmentation, by_stage
-from passes.lower.step import StepCosts, SumCost, programs_for, simulate_step, sum_bytes
+from passes.lower.step import StepCosts, SumCost, programs_for, simulate_step, sums_with_costs
 from passes.shard.discover import Discovery
-from passes.shard.sent import GradientSum, collectives, gather_collectives
+from passes.shard.sent import collectives, gather_collectives
 from passes.shard.words import FeaturePlacement, choice_text
 from passes.split.split import Split, split_neurons
 from runtime.check.check import check
 from runtime.check.quotient import check_groups, some_of_each
-from runtime.mesh.ranks_along import all_ranks_along
 from runtime.program.members import GroupPrograms
 from runtime.program.program import Program, Segment, SegmentCost, SegmentGraph, TiedGroup, Value
 from runtime.program.relabel import RankMap, relabelled_programs, relabelled_segments
@@ -82,20 +81,15 @@ def plan_tied(plan: PlanData, ranks: RankMap | None = None) -> tuple[TiedGroup, 
     for tied in plan.tied:
         holders = tied.ranks if ranks is None else tuple(sorted(ranks.ranks(tied.ranks)))
         groups.setdefault(holders, []).append(tied.name)
-    sums = (TiedGroup(item.parameters, group, item.scattered) for _, item, group in _sums(plan, ranks))
+    sums = (group for group, _ in _sums(plan, ranks))
     return (*(TiedGroup(tuple(names), holders) for holders, names in groups.items()), *sums)
 
 
-def _sums(plan: PlanData, ranks: RankMap | None) -> Iterator[tuple[int, GradientSum, tuple[int, ...]]]:
-    """Yield every sharded stage's sums of gradients, with each group of ranks that makes them."""
+def _sums(plan: PlanData, ranks: RankMap | None) -> Iterator[tuple[TiedGroup, SumCost]]:
+    """Yield every sharded stage's sums of gradients, for each group of ranks that makes them."""
     for index, stage in enumerate(plan.stages):
         if stage.sharding is not None:
-            mesh = stage.sharding.mesh(_group(stage, ranks))
-            yield from (
-                (index, item, group)
-                for item in stage.sharding.sums
-                for group in all_ranks_along(mesh, item.axes)
-            )
+            yield from sums_with_costs(index, stage.sharding.sums, stage.sharding.mesh(_group(stage, ranks)))
 
 
 def plan_programs(plan: PlanData, ranks: RankMap | None = None) -> tuple[Program, ...]:
@@ -145,12 +139,7 @@ def simulate_plan(plan: PlanData, groups: GroupPrograms | None = None) -> Simula
         optimizer_seconds=tuple(plan.optimizer_seconds[rank] for rank in ranks),
         update_bytes=tuple(plan.update_bytes.get(rank, 0) for rank in ranks),
         tied_bytes={tied.name: tied.size_bytes for tied in plan.tied},
-        sums={
-            (item.parameters, tuple(sorted(group))): SumCost(
-                item.seconds, sum_bytes(sum(item.size_bytes), len(group), item.scattered), index, item.ready
-            )
-            for index, item, group in _sums(plan, None)
-        },
+        sums={(group.parameters, tuple(sorted(group.ranks))): cost for group, cost in _sums(plan, None)},
         gathers=tuple(
             gather
             for stage in plan.stages
@@ -221,9 +210,9 @@ def refuse_wrong_choices(
 ) -> None:
     """Raise PlanError where one of ``ops`` would run in a way that no rule or trial allows: its numbers would be wrong."""
     discovery = Discovery.stored()
-    own, wrong = {*ops, *placement.choices}, []
+    here, wrong = {*ops, *placement.choices}, []
     for node in graph.ops:
-        if node.name not in own:
+        if node.name not in here:
             continue
         given = placement.choices.get(node.name, ())
         if not discovery.allows(node, given):
@@ -260,9 +249,9 @@ def refuse_other_model(plan: PlanData, graph: OpGraph) -> None:
     """Raise PlanError listing how ``graph`` differs from the model the plan was made for."""
     planned = set(plan.placements) | set(plan.recomputed)
     differences = []
-    known = graph.fingerprint == plan.model.fingerprint
+    same = graph.fingerprint == plan.model.fingerprint
     # Another model need not have the ops that are split, so its ops cannot be compared then.
-    traced = {node.name for node in split_graph(plan, graph).ops} if known or not plan.splits else planned
+    traced = {node.name for node in split_graph(plan, graph).ops} if same or not plan.splits else planned
     missing, extra = sorted(planned - traced), sorted(traced - planned)
     if missing:
         differences.append(
@@ -276,7 +265,7 @@ def refuse_other_model(plan: PlanData, graph: OpGraph) -> None:
         differences.append(
             f"the loss is traced with loss_reduction={graph.loss_reduction!r}, planned with {plan.loss_reduction!r}"
         )
-    if not known:
+    if not same:
         differences.append(
             f"fingerprint {graph.fingerprint[:12]} differs from the plan's {plan.model.fingerprint[:12]} "
             "(ops, shapes, data types and parameter names count)"

@@ -68,14 +68,14 @@ def _values(plan: PlanData, graph: OpGraph, segmentation: Segmentation) -> Itera
         name: (segmentation.segment_of[name], consumers, name in graph.needs_grad)
         for name, consumers in crossing_values(graph, segmentation).items()
     }
-    given = {v.name: (v.producer, tuple(sorted(v.consumers)), v.needs_grad) for v in plan.values}
-    for name in sorted(needed.keys() | given.keys()):
-        if name not in given:
+    planned = {v.name: (v.producer, tuple(sorted(v.consumers)), v.needs_grad) for v in plan.values}
+    for name in sorted(needed.keys() | planned.keys()):
+        if name not in planned:
             yield f"values: {name} goes from stage {needed[name][0]} to {listed(needed[name][1])}, and is missing"
         elif name not in needed:
             yield f"values: nothing called {name} crosses between stages"
-        elif given[name] != needed[name]:
-            (source, targets, gradient), (s, t, g) = needed[name], given[name]
+        elif planned[name] != needed[name]:
+            (source, targets, gradient), (s, t, g) = needed[name], planned[name]
             yield (
                 f"values: {name} goes from stage {source} to {listed(targets)}"
                 f"{' and its gradient back' if gradient else ', without a gradient'}; the plan says {s}, {listed(t)}"
@@ -96,9 +96,9 @@ def _extents(plan: PlanData, graph: OpGraph) -> Iterator[str]:
 def _tied(plan: PlanData, graph: OpGraph, segmentation: Segmentation) -> Iterator[str]:
     """Compare the parameters whose gradients are summed, and the ranks that they are summed over."""
     needed = {name: group.ranks for group in tied_groups(graph, segmentation) for name in group.parameters}
-    given = {tied.name: tuple(sorted(tied.ranks)) for tied in plan.tied}
-    for name in sorted(needed.keys() | given.keys()):
-        if needed.get(name) != given.get(name):
-            held = f"ranks {listed(needed[name])}" if name in needed else "one rank at most"
-            says = f"ranks {listed(given[name])}" if name in given else "nothing of it"
-            yield f"tied: {name} gets its gradient from {held}; the plan says {says}"
+    planned = {tied.name: tuple(sorted(tied.ranks)) for tied in plan.tied}
+    for name in sorted(needed.keys() | planned.keys()):
+        if needed.get(name) != planned.get(name):
+            holders = f"ranks {listed(needed[name])}" if name in needed else "one rank at most"
+            says = f"ranks {listed(planned[name])}" if name in planned else "nothing of it"
+            yield f"tied: {name} gets its gradient from {holders}; the plan says {says}"

@@ -3,20 +3,32 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, ClassVar, Literal, TypeAlias
+from typing import Annotated, Any, ClassVar, Literal, TypeAlias
 
 from pydantic import Field, PlainSerializer, PlainValidator, WithJsonSchema
 
 from cost_models.cluster import ClusterSpec
 from cost_models.errors import UsageError
 from cost_models.precision import DTYPE_FIELDS, NAMES, Precision
-from partitioner.record.base import Amount, CertificateField, Natural, Record
-from partitioner.record.compact import BytesByDevice, Devices, SecondsByDevice
-from partitioner.record.file import PlanFile
+from partitioner.record.compact import BytesByDevice, DeviceGroup, SecondsByDevice
+from partitioner.record.file import Amount, CertificateField, Natural, PlanFile, Record, Upgrade
 from partitioner.record.outline import ModelOutline
 from partitioner.record.sharding import StageSharding
-from partitioner.record.upgrade import UPGRADES, Upgrade
+from passes.lower.crossing import Bridge
+from passes.search.certificate import Alternative
 from passes.split.split import Split
+
+
+def _from_1(data: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in data.items() if key != "placements"} | {"schema_version": 2}
+
+
+UPGRADES: Mapping[int, Upgrade] = {1: _from_1}
+"""Version -> what makes it the next one.
+
+1 -> 2   ``placements`` (op -> devices) is gone: stages name their ops and devices. Groups and tables by device may be
+         written briefly (``partitioner.record.compact``); plain lists and tables, as schema 1 has them, are read too
+"""
 
 
 def _read_precision(value: object) -> Precision:
@@ -48,7 +60,7 @@ PrecisionField = Annotated[
 """A :class:`Precision`; in JSON an object of what is fixed, {} for the model's own data types."""
 
 
-StatePart: TypeAlias = Literal["parameters", "gradients", "optimizer", "batch"]
+StateKind: TypeAlias = Literal["parameters", "gradients", "optimizer", "batch"]
 """The kinds of what a device holds all through a step; copies of parameters for the update count as the optimizer's."""
 
 
@@ -67,7 +79,7 @@ class ModelInfo(Record):
 class Stage(Record):
     """One segment of the model. Seconds are per micro-batch, bytes those of each of the stage's devices."""
 
-    devices: Devices
+    devices: DeviceGroup
     ops: tuple[str, ...]
     modules: tuple[str, ...] = Field(
         description="outermost module paths that lie wholly inside, or 'path (part)'"
@@ -115,23 +127,11 @@ class StageValue(Record):
     element_bytes: Natural = Field(default=0, description="of one of its numbers")
 
 
-class Transfer(Record):
-    """A bridge: one value sent from a device to another, or from group to group, once per micro-batch."""
-
-    value: str
-    kind: str
-    source: Natural = Field(description="device, the first of its group")
-    target: Natural = Field(description="device, the first of its group")
-    size_bytes: Natural = Field(description="per micro-batch, one direction, all pieces together")
-    gradient: bool = Field(description="whether its gradient is sent back")
-    messages: Natural = Field(default=1, description="between groups, in one direction: pieces of the value")
-
-
 class TiedParameter(Record):
     """A trainable parameter that several ranks hold; its gradients are summed before the optimizer."""
 
     name: str
-    ranks: Devices
+    ranks: DeviceGroup
     size_bytes: Natural
 
 
@@ -172,16 +172,6 @@ class Prediction(Record):
         if self.mfu is None:
             return None
         return self.mfu * samples_per_second * self.step_seconds / batch_size
-
-
-class Alternative(Record):
-    """Another way that was looked at, and why it was not chosen."""
-
-    strategy: str
-    feasible: bool
-    reason: str
-    step_seconds: Amount | None
-    peak_memory_bytes: Natural | None
 
 
 class ProofRecord(Record):
@@ -232,11 +222,11 @@ class PlanFields(PlanFile):
         description="buffers, and attributes that forward reads, which share another tensor's memory",
     )
     values: tuple[StageValue, ...] = Field(description="what crosses between stages")
-    transfers: tuple[Transfer, ...] = Field(description="what crosses between devices: the bridges")
+    transfers: tuple[Bridge, ...] = Field(description="what crosses between devices: the bridges")
     state_bytes: BytesByDevice = Field(
         description="parameters, gradients, optimizer state, its part of the batch, by rank"
     )
-    state_parts: dict[StatePart, BytesByDevice] = Field(
+    state_parts: dict[StateKind, BytesByDevice] = Field(
         default_factory=dict,
         description="what state_bytes is made of, for pictures; earlier plans do not say",
     )

@@ -10,7 +10,7 @@ from typing import Annotated
 from pydantic import AfterValidator, Field
 
 from cost_models.layout import Mesh
-from partitioner.record.base import Amount, Natural, Record
+from partitioner.record.file import Amount, Natural, Record
 from passes.shard.sent import GradientSum, StageCollective, UpdateGather
 from passes.shard.words import (
     FeaturePlacement,

@@ -23,14 +23,13 @@ from partitioner.record.data import PlanData
 from partitioner.record.other_rates import at_seconds, with_device_seconds, with_network, with_node_links
 from partitioner.record.rebuild import at_costs_of, proved_programs, simulate_plan
 from partitioner.report.comparison import (
-    Beside,
-    Comparison,
     Factors,
     LinkResidual,
+    ProfileComparison,
     RankResidual,
     SegmentResidual,
 )
-from partitioner.report.profile_file import MeasuredTrace, Sent, Slice
+from partitioner.report.profile_file import Beside, MeasuredTrace, SentMessage, Slice
 from runtime.measure.measured_step import RankTimes, simulated_times
 from runtime.simulate.simulation import Simulation
 
@@ -38,7 +37,7 @@ KINDS = {"F": "forward", "B": "backward", "I": "input half", "W": "weight half"}
 _COMPUTE = re.compile(r"([0-9]+)([FBIW])([0-9]+)")
 
 
-def compare(plan: PlanData, trace: MeasuredTrace) -> Comparison:
+def compare(plan: PlanData, trace: MeasuredTrace) -> ProfileComparison:
     """Lay the measured step of ``trace`` over the prediction of ``plan``. Raises UsageError if it is of another plan."""
     groups = proved_programs(plan)
     predicted = simulate_plan(plan, groups)
@@ -76,7 +75,7 @@ def compare(plan: PlanData, trace: MeasuredTrace) -> Comparison:
         {rank.device: 1.0 if factors.optimizer is None else factors.optimizer for rank in ranks},
         1.0 if summing is None else summing,
     )
-    return Comparison(
+    return ProfileComparison(
         plan,
         trace,
         Beside(trace.step_seconds, predicted.step_seconds),
@@ -181,11 +180,11 @@ def _links(plan: PlanData, trace: MeasuredTrace, predicted: Simulation) -> Itera
     devices = trace.facts.devices
     rank_of = {device: rank for rank, device in enumerate(devices)}
     simulated = [
-        Sent(start, end, m.label, rank_of[m.source], rank_of[m.target], int(size))
+        SentMessage(start, end, m.label, rank_of[m.source], rank_of[m.target], int(size))
         for start, end, m, size in predicted.transfers
     ]
     least = [_least(messages) for messages in (trace.messages, simulated)]
-    pairs: defaultdict[tuple[int, int], list[Sent]] = defaultdict(list)
+    pairs: defaultdict[tuple[int, int], list[SentMessage]] = defaultdict(list)
     for sent in trace.messages:
         if all((sent.source, sent.target, sent.size_bytes) in side for side in least):
             pairs[sent.source, sent.target].append(sent)
@@ -196,7 +195,7 @@ def _links(plan: PlanData, trace: MeasuredTrace, predicted: Simulation) -> Itera
         yield LinkResidual(source, target, ends[0] != ends[1], len(messages), size, seconds)
 
 
-def _least(messages: Iterable[Sent]) -> dict[tuple[int, int, int], float]:
+def _least(messages: Iterable[SentMessage]) -> dict[tuple[int, int, int], float]:
     """Return the least seconds by (source, target, bytes)."""
     found: dict[tuple[int, int, int], float] = {}
     for sent in messages:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable
 from dataclasses import astuple, dataclass
 from pathlib import Path
 
 from cost_models.shown import ShownInNotebooks, printable
 from cost_models.units import counted, format_bytes, format_seconds, percent
-from partitioner.report.profile_file import KEY, ProfileFacts
+from partitioner.report.profile_file import FACTS, KEY, Beside, ProfileFacts
 from partitioner.report.text import columns, labelled, rate_text
 from runtime.measure.measured_step import RankTimes
 from runtime.program.program import Backward, BackwardInput, BackwardWeight, Compute, Forward
@@ -34,32 +33,17 @@ class TrainingRates:
     mfu: float | None
 
 
-@dataclass(frozen=True)
-class Profile(ShownInNotebooks):
+@dataclass(frozen=True, kw_only=True)
+class Profile(ShownInNotebooks, ProfileFacts):
     """Measured steps of an engine, and the plan's prediction. Sequences are per rank."""
 
-    model: str
-    fingerprint: str
-    """The fingerprint of the model's graph, as in the plan."""
-    devices: tuple[int, ...]
-    """The device of the plan that each rank plays."""
-    step_seconds: tuple[float, ...]
-    """The time of every step: the slowest rank's ``train_step``. Ranks do not begin at one moment, so all of them
-    together, as in ``measured``, may take longer."""
-    shown: int
-    """The number of the step that the rest describes: the median of the full batches, without the first step."""
-    samples: int
-    """The samples in that step."""
     rates: TrainingRates
     predicted_rates: TrainingRates
     measured: Simulation
     """The measured step, as a simulation would tell it; its memory is not measured."""
     predicted: Simulation
     """The simulated step of a full batch."""
-    times: tuple[RankTimes, ...]
     predicted_times: tuple[RankTimes, ...]
-    clock_error_seconds: float
-    """The most that ranks' times may be shifted against each other: 0 on one machine."""
 
     def __str__(self) -> str:
         return render_profile(self)
@@ -82,23 +66,11 @@ class Profile(ShownInNotebooks):
         measured = chrome_trace(self.measured, "measured", ranks=ranks)
         predicted = chrome_trace(self.predicted, "predicted", first=len(ranks), ranks=ranks)
         events = [*measured["traceEvents"], *predicted["traceEvents"]]
-        save_trace(path, {**measured, "traceEvents": events, "otherData": {KEY: self._facts().model_dump()}})
+        save_trace(path, {**measured, "traceEvents": events, "otherData": {KEY: FACTS.dump_python(self)}})
 
-    def _facts(self) -> ProfileFacts:
-        return ProfileFacts(
-            model=self.model,
-            fingerprint=self.fingerprint,
-            devices=self.devices,
-            step_seconds=self.step_seconds,
-            shown=self.shown,
-            samples=self.samples,
-            clock_error_seconds=self.clock_error_seconds,
-            times=self.times,
-        )
-
-    def mean_seconds(self, kind: type[Compute], segment: int) -> tuple[float, float]:
-        """Return (measured, predicted): means over the micro-batches of one segment's computes of this kind."""
-        return _mean(self.measured, kind, segment), _mean(self.predicted, kind, segment)
+    def mean_seconds(self, kind: type[Compute], segment: int) -> Beside:
+        """Return the means over the micro-batches of one segment's computes of this kind."""
+        return Beside(_mean(self.measured, kind, segment), _mean(self.predicted, kind, segment))
 
 
 def _mean(step: Simulation, kind: type[Compute], segment: int) -> float:
@@ -131,26 +103,23 @@ def render_profile(profile: Profile) -> str:
 def _step(profile: Profile) -> str:
     measured, predicted = profile.measured, profile.predicted
     rates, planned = profile.rates, profile.predicted_rates
-    bytes_sent = sum(measured.message_bytes.values()), sum(predicted.message_bytes.values())
+    sent = Beside(sum(measured.message_bytes.values()), sum(predicted.message_bytes.values()))
+    train_step = Beside(profile.step_seconds[profile.shown], predicted.step_seconds)
+    program = Beside(measured.step_seconds, predicted.step_seconds)
+    samples = Beside(rates.samples_per_second, planned.samples_per_second)
     rows = [
-        _row("train_step", profile.step_seconds[profile.shown], predicted.step_seconds, format_seconds),
-        _row("program and optimizer", measured.step_seconds, predicted.step_seconds, format_seconds),
-        _row("bubble", measured.bubble_fraction, predicted.bubble_fraction, percent),
-        _row("messages", *bytes_sent, format_bytes),
-        _row("samples/s", rates.samples_per_second, planned.samples_per_second, rate_text),
-        _row("tokens/s", rates.tokens_per_second, planned.tokens_per_second, rate_text),
-        _row("MFU", rates.mfu, planned.mfu, percent),
+        ["train_step", *train_step.cells()],
+        ["program and optimizer", *program.cells()],
+        ["bubble", *Beside(measured.bubble_fraction, predicted.bubble_fraction).cells(percent)],
+        ["messages", *sent.cells(format_bytes)],
+        ["samples/s", *samples.cells(rate_text)],
     ]
-    return columns(
-        ("step", "measured", "predicted", "ratio"), [row for row in rows if row[1] != "-"], left=("step",)
-    )
-
-
-def _row(
-    name: str, measured: float | None, predicted: float | None, shown: Callable[[float], str]
-) -> list[str]:
-    ratio = f"{measured / predicted:.2f}x" if measured is not None and predicted else "-"
-    return [name, *("-" if value is None else shown(value) for value in (measured, predicted)), ratio]
+    if rates.tokens_per_second is not None and planned.tokens_per_second is not None:
+        tokens = Beside(rates.tokens_per_second, planned.tokens_per_second)
+        rows.append(["tokens/s", *tokens.cells(rate_text)])
+    if rates.mfu is not None and planned.mfu is not None:
+        rows.append(["MFU", *Beside(rates.mfu, planned.mfu).cells(percent)])
+    return columns(("step", "measured", "predicted", "ratio"), rows, left=("step",))
 
 
 def _ranks(profile: Profile) -> str:
@@ -177,10 +146,9 @@ def _segments(profile: Profile) -> str:
     rows = []
     for segment, rank in sorted(found.items()):
         for name, kind in _KINDS:
-            measured, predicted = profile.mean_seconds(kind, segment)
-            if measured or predicted:
-                row = _row(name, measured, predicted, format_seconds)
-                rows.append([str(segment), str(rank), *row])
+            mean = profile.mean_seconds(kind, segment)
+            if any(mean):
+                rows.append([str(segment), str(rank), name, *mean.cells()])
     return columns(
         ("segment", "rank", "per micro-batch", "measured", "predicted", "ratio"),
         rows,

@@ -12,14 +12,15 @@ import math
 import re
 import zlib
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
 from cost_models.errors import UsageError
+from cost_models.units import format_seconds
 from partitioner.record.file import CUT_OFF, MOST_BYTES, validation_problems, was_cut_off
 from runtime.measure.measured_step import RankTimes
 
@@ -36,23 +37,30 @@ _PROFILE_AGAIN = "profile the plan again: engine.profile(batches).save(FILE)"
 Time = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
 
-class ProfileFacts(BaseModel):
-    """The facts of a profile beside its timelines. Sequences are per rank, ``step_seconds`` per step."""
+@dataclass(frozen=True, kw_only=True)
+class ProfileFacts:
+    """The facts of a profile beside its timelines. Sequences are per rank."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid", strict=True)
 
     format: Literal[1] = 1
     model: str
     fingerprint: str
-    devices: tuple[int, ...] = Field(min_length=1, max_length=MOST_RANKS)
-    step_seconds: tuple[Time, ...] = Field(min_length=1)
-    shown: int = Field(ge=0)
-    samples: int = Field(ge=1)
+    """The fingerprint of the model's graph, as in the plan."""
+    devices: Annotated[tuple[int, ...], Field(min_length=1, max_length=MOST_RANKS)]
+    """The device of the plan that each rank plays."""
+    step_seconds: Annotated[tuple[Time, ...], Field(min_length=1)]
+    """The time of every step: the slowest rank's ``train_step``. Ranks do not begin at one moment, so all of them together
+    may take longer."""
+    shown: Annotated[int, Field(ge=0)]
+    """The number of the step that the rest describes: the median of the full batches, without the first step."""
+    samples: Annotated[int, Field(ge=1)]
+    """The samples in that step."""
     clock_error_seconds: Time
+    """The most that ranks' times may be shifted against each other: 0 on one machine."""
     times: tuple[RankTimes, ...]
 
-    @model_validator(mode="after")
-    def _consistent(self) -> ProfileFacts:
+    def __post_init__(self) -> None:
         if self.shown >= len(self.step_seconds):
             raise ValueError(f"step {self.shown + 1} is shown of {len(self.step_seconds)}")
         if len(self.times) != len(self.devices):
@@ -61,7 +69,31 @@ class ProfileFacts(BaseModel):
             raise ValueError("every rank plays a device of its own")
         if not all(math.isfinite(n) and n >= 0 for times in self.times for n in vars(times).values()):
             raise ValueError("times are seconds from 0 up")
-        return self
+
+
+FACTS = TypeAdapter(ProfileFacts)
+"""The reader and writer of the facts."""
+
+
+class Beside(NamedTuple):
+    """Amounts measured and predicted of the same thing, seconds mostly."""
+
+    measured: float
+    predicted: float
+
+    @property
+    def residual(self) -> float | None:
+        """Return measured / predicted; None where nothing was predicted."""
+        return self.measured / self.predicted if self.predicted > 0.0 else None
+
+    @property
+    def residual_text(self) -> str:
+        """Write 1.25x, or - where nothing was predicted."""
+        return "-" if self.residual is None else f"{self.residual:.2f}x"
+
+    def cells(self, shown: Callable[[float], str] = format_seconds) -> list[str]:
+        """Write the cells of a table: measured, predicted, residual."""
+        return [shown(self.measured), shown(self.predicted), self.residual_text]
 
 
 class Slice(NamedTuple):
@@ -72,7 +104,7 @@ class Slice(NamedTuple):
     name: str
 
 
-class Sent(NamedTuple):
+class SentMessage(NamedTuple):
     """A message on its way from a rank to another one; ``name`` is its label."""
 
     start_seconds: float
@@ -89,7 +121,7 @@ class MeasuredTrace:
 
     facts: ProfileFacts
     slices: tuple[tuple[Slice, ...], ...]
-    messages: tuple[Sent, ...]
+    messages: tuple[SentMessage, ...]
 
     @property
     def step_seconds(self) -> float:
@@ -111,7 +143,7 @@ def read_profile(path: Path) -> MeasuredTrace:
             ["a trace of `partitioner simulate` is a prediction: there is nothing measured in it"],
         )
     try:
-        facts = ProfileFacts.model_validate_json(json.dumps(other[KEY]))
+        facts = FACTS.validate_json(json.dumps(other[KEY]))
     except ValidationError as error:
         raise _wrong(path, [f"otherData.{KEY}: {text}" for text in validation_problems(error)]) from error
     found = _measured(path, facts, events)
@@ -171,7 +203,7 @@ def _measured(path: Path, facts: ProfileFacts, events: Sequence[Any]) -> Measure
             target, size = args["to"], args.get("bytes")
             if type(target) is not int or not 0 <= target < world or type(size) is not int or size < 0:
                 raise _wrong(path, [f"traceEvents[{number}]: expected a rank that it goes to, and bytes"])
-            messages.append(Sent(begin, end, name, rank_of[pid], target, size))
+            messages.append(SentMessage(begin, end, name, rank_of[pid], target, size))
     return MeasuredTrace(
         facts, tuple(tuple(sorted(slices[rank])) for rank in range(world)), tuple(sorted(messages))
     )

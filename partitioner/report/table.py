@@ -22,7 +22,8 @@ from passes.split.values import block_name
 
 if TYPE_CHECKING:
     from partitioner.record.data import PlanData
-    from partitioner.record.records import Alternative, Stage
+    from partitioner.record.records import Stage
+    from passes.search.certificate import Alternative
 
 MAX_ROWS = 16
 """The most rows of stages; plans with more show the first and last half of this many."""

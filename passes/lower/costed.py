@@ -21,7 +21,7 @@ from passes.lower.job import Job
 from passes.lower.mesh_stages import MeshStages
 from passes.lower.on_mesh import OnMesh
 from passes.lower.segment import Segmentation
-from passes.lower.step import StepCosts, SumCost, SumKey, sum_bytes
+from passes.lower.step import StepCosts, SumCost, SumKey, sums_with_costs
 from passes.lower.summarize import (
     gradient_bytes,
     segment_graph,
@@ -31,7 +31,6 @@ from passes.lower.summarize import (
 )
 from passes.shard.sent import gather_collectives
 from passes.shard.words import FeaturePlacement
-from runtime.mesh.ranks_along import all_ranks_along
 from runtime.program.program import SegmentGraph, TiedGroup
 from runtime.schedules import SCHEDULES
 
@@ -98,13 +97,9 @@ def costed_segments(
         for rank in own.segment.ranks:
             held[rank] += (own.segment.index,)
             gather_seconds[rank] += math.fsum(gather.seconds for gather in own.gathers)
-        for item in own.sums:
-            for ranks in all_ranks_along(own.placement.mesh, item.axes):
-                tied.append(TiedGroup(item.parameters, ranks, item.scattered))
-                sent_bytes = sum_bytes(sum(item.size_bytes), len(ranks), item.scattered)
-                sums[item.parameters, tuple(sorted(ranks))] = SumCost(
-                    item.seconds, sent_bytes, own.segment.index, item.ready
-                )
+        for group, cost in sums_with_costs(own.segment.index, own.sums, own.placement.mesh):
+            tied.append(group)
+            sums[group.parameters, tuple(sorted(group.ranks))] = cost
         gradients |= own.summed_bytes
     if meshes:
         by_segments = {indices: _state_of(indices, meshes) for indices in set(held)}

@@ -17,7 +17,9 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from typing import NamedTuple, Self
+from typing import Annotated, NamedTuple, Self
+
+from pydantic import Field, NonNegativeInt
 
 from cost_models.cluster import ClusterSpec
 from cost_models.errors import InternalError
@@ -28,7 +30,8 @@ from passes.lower.segment import Segmentation
 from passes.shard.words import FeaturePlacement
 from runtime.mesh.cross_mesh import pieces
 from runtime.mesh.sharding import block_of
-from runtime.program.program import PieceBytes, Value
+from runtime.program.crossings import crossings
+from runtime.program.program import PieceBytes, SegmentGraph, Value
 from runtime.segment.code import Interface
 
 
@@ -162,31 +165,33 @@ def arriving_side(value: str, sides: Sequence[Side]) -> Side:
 
 @dataclass(frozen=True)
 class Bridge:
-    """Conversion of ``value`` from the layout it is produced in to one that a consumer needs."""
+    """A bridge: one value sent from a device to another, or from group to group, once per micro-batch."""
 
     value: str
-    source: Layout
-    target: Layout
-    needs_grad: bool
-    """True if the conjugate bridge runs in backward."""
-
-    @property
-    def kind(self) -> str:
-        """The field's name of the conversion."""
-        return "send_recv"
-
-    def __str__(self) -> str:
-        back = " (gradient back)" if self.needs_grad else ""
-        return f"{self.kind}({self.value}: {self.source} -> {self.target}){back}"
+    kind: str
+    source: Annotated[NonNegativeInt, Field(description="device, the first of its group")]
+    target: Annotated[NonNegativeInt, Field(description="device, the first of its group")]
+    size_bytes: Annotated[
+        NonNegativeInt, Field(description="per micro-batch, one direction, all pieces together")
+    ]
+    gradient: Annotated[bool, Field(description="whether its gradient is sent back")]
+    messages: Annotated[
+        NonNegativeInt, Field(description="between groups, in one direction: pieces of the value")
+    ] = 1
 
 
-def bridges(crossings: Crossings) -> tuple[Bridge, ...]:
+def bridges(graph: SegmentGraph) -> tuple[Bridge, ...]:
     """One bridge per value and group of ranks that takes it from another, in the order in which values are produced."""
-    found, graph, ranks = [], crossings.graph, crossings.segmentation.ranks
-    for name, consumers in crossings.consumers.items():
-        source = crossings.layout(name, crossings.segmentation.segment_of[name])
-        for group in dict.fromkeys(ranks[consumer] for consumer in consumers):
-            if group != source.ranks:
-                target = crossings.arriving(name, group)
-                found.append(Bridge(name, source, target, name in graph.needs_grad))
-    return tuple(found)
+    return tuple(
+        Bridge(
+            value.name,
+            "send_recv",
+            graph.segments[value.producer].rank,
+            way.ranks[0],
+            sum(piece.size_bytes for piece in way.there),
+            value.needs_grad,
+            len(way.there),
+        )
+        for value in graph.values
+        for way in crossings(graph, value)
+    )

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 
 from cost_models.cluster import ClusterSpec
 from cost_models.communication import hidden_seconds
-from cost_models.conversion import AxisLinks, group_links, local_share
+from cost_models.conversion import local_share
 from cost_models.devices import Device
 from cost_models.layout import Mesh, Replicate
 from cost_models.memory import OPTIMIZERS, StateBytes, state_bytes
@@ -35,9 +35,8 @@ from passes.shard.state import (
     shardings,
     update_gathers,
 )
-from passes.shard.traffic import Traffic, priced, repeated, together, traffic
+from passes.shard.traffic import priced, repeated, together, traffic
 from passes.shard.words import FeaturePlacement
-from runtime.mesh.ranks_along import JOINT, all_ranks_along
 from runtime.ops.bridges import is_bridge
 from runtime.program.program import Segment
 
@@ -163,19 +162,13 @@ def _segment(
     alone = replace(on_mesh(graph, sharded.mesh), regions=(own,) if own else ())
     (segment,) = segment_graph(graph, costs, alone, cluster, units, deferring=deferring).segments
     parameters = Ahead() if deferring else gathers_ahead(graph, own)
-    found = once = together(traffic(sharded, microbatch_size), parameters.steps)
-    if segment.has_backward:
-        found += repeated(found, _computed_again(costs, own, deferring))
-    links = {
-        axis: group_links(all_ranks_along(sharded.mesh, axis.split(JOINT)), cluster)
-        for axis in {item.axis for item in found}
-    }
-    seconds = {back: sum(t.seconds(links[t.axis]) for t in found if t.backward == back) for back in (0, 1)}
-    hidden = (
-        0.0 if deferring else _hidden_seconds(graph, costs, cluster, sharded.mesh, units, once, links, own)
-    )
-    ahead = _hidden_ahead(parameters, costs, cluster, sharded.mesh, units, once, links, own)
-    gathered_bytes = max((item.whole_bytes for item in found), default=0)
+    once = priced(together(traffic(sharded, microbatch_size), parameters.steps), sharded.mesh, cluster)
+    again = _computed_again(costs, own, deferring) if segment.has_backward else ()
+    sent = once + repeated(once, again)
+    seconds = {back: sum(item.seconds for item in sent if item.backward == back) for back in (0, 1)}
+    hidden = 0.0 if deferring else _hidden_seconds(graph, costs, cluster, sharded.mesh, units, once, own)
+    ahead = _hidden_ahead(parameters, costs, cluster, sharded.mesh, units, once, own)
+    gathered_bytes = max((item.size_bytes for item in sent), default=0)
     input_seconds = max(0.0, segment.cost.backward_input_seconds - ahead.backward_seconds)
     left_seconds = ahead.backward_seconds - (segment.cost.backward_input_seconds - input_seconds)
     cost = replace(
@@ -188,7 +181,6 @@ def _segment(
         transient_bytes=segment.cost.transient_bytes + gathered_bytes + ahead.backward_bytes,
         first_transient_bytes=segment.cost.first_transient_bytes + gathered_bytes + ahead.backward_bytes,
     )
-    sent = priced(found, sharded.mesh, links)
     segment = replace(segment, cost=cost, collectives=tuple(collectives(sent, sharded.mesh)))
     return segment, sent, _backward_seconds(costs, cluster, sharded.mesh, units, sent, own)
 
@@ -227,8 +219,7 @@ def _hidden_seconds(
     cluster: ClusterSpec,
     mesh: Mesh,
     units: int,
-    found: Sequence[Traffic],
-    links: Mapping[str, AxisLinks],
+    sent: Sequence[StageCollective],
     regions: Sequence[Sequence[str]],
 ) -> float:
     """Return the seconds of weight gradients that are computed while sums of input gradients are under way."""
@@ -238,12 +229,11 @@ def _hidden_seconds(
     index_of = {name: index for index, name in enumerate(costs.ops)}
     devices = cluster.unlike(mesh.ranks)
     total = 0.0
-    for item in found:
-        if item.backward and item.node in beside:
-            layers = [index_of[name] for name in beside[item.node]]
+    for item in sent:
+        if item.backward and item.value in beside:
+            layers = [index_of[name] for name in beside[item.value]]
             computing = max(costs.weight_gradient_seconds(layers, units, device) for device in devices)
-            sending = item.seconds(links[item.axis])
-            total += float(hidden_seconds(sending, computing, cluster.contention(mesh.ranks)))
+            total += float(hidden_seconds(item.seconds, computing, cluster.contention(mesh.ranks)))
     return total
 
 
@@ -262,27 +252,26 @@ def _hidden_ahead(
     cluster: ClusterSpec,
     mesh: Mesh,
     units: int,
-    found: Sequence[Traffic],
-    links: Mapping[str, AxisLinks],
+    sent: Sequence[StageCollective],
     regions: Sequence[Sequence[str]],
 ) -> _HiddenAhead:
-    there, back = ({t.node: t for t in found if t.backward == backward} for backward in (False, True))
+    there, back = ({item.value: item for item in sent if item.backward == way} for way in (False, True))
     index_of = {name: index for index, name in enumerate(costs.ops)}
     devices = cluster.unlike(mesh.ranks)
     hidden, most = [0.0, 0.0], 0
     again = {index_of[name] for name in _computed_again(costs, regions, deferring=False)}
     for beside in parameters.beside:
-        sent = [there[name] for name in beside.gathers if name in there]
-        sent += [back[name] for name in beside.sums if name in back]
-        if not sent:
+        during = [there[name] for name in beside.gathers if name in there]
+        during += [back[name] for name in beside.sums if name in back]
+        if not during:
             continue
         ops = [index_of[name] for name in beside.ops if name in index_of]
         computing = max(_computing(costs, ops, again, units, device, beside.backward) for device in devices)
-        sending = sum(t.seconds(links[t.axis]) for t in sent)
+        sending = sum(item.seconds for item in during)
         hidden[beside.backward] += float(hidden_seconds(sending, computing, cluster.contention(mesh.ranks)))
         if beside.backward:
-            held = sum(back[name].whole_bytes for name in beside.held if name in back)
-            most = max(most, held + sum(t.whole_bytes for t in sent))
+            kept = sum(back[name].size_bytes for name in beside.held if name in back)
+            most = max(most, kept + sum(item.size_bytes for item in during))
     return _HiddenAhead(hidden[0], hidden[1], most)
 
 

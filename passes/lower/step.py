@@ -7,12 +7,15 @@ from __future__ import annotations
 
 import itertools
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple, TypeAlias
 
 from cost_models.cluster import ClusterSpec
 from cost_models.conversion import group_links
+from cost_models.layout import Mesh
+from passes.shard.sent import GradientSum
+from runtime.mesh.ranks_along import all_ranks_along
 from runtime.program.members import GroupPrograms
 from runtime.program.order import build_group_programs
 from runtime.program.program import (
@@ -122,6 +125,17 @@ def sum_bytes(size_bytes: float, ranks: int, scattered: bool) -> float:
     """Bytes that each of ``ranks`` sends to sum ``size_bytes`` of gradients round a ring; half where each keeps its part
     only."""
     return (1 if scattered else 2) * (ranks - 1) / ranks * size_bytes
+
+
+def sums_with_costs(
+    segment: int, sums: Iterable[GradientSum], mesh: Mesh
+) -> Iterator[tuple[TiedGroup, SumCost]]:
+    """Yield every sum of a segment that the ranks of ``mesh`` share, for each group of ranks that makes it."""
+    for item in sums:
+        for ranks in all_ranks_along(mesh, item.axes):
+            sent_bytes = sum_bytes(sum(item.size_bytes), len(ranks), item.scattered)
+            group = TiedGroup(item.parameters, ranks, item.scattered)
+            yield group, SumCost(item.seconds, sent_bytes, segment, item.ready)
 
 
 def _with_gathers(simulation: Simulation, gathers: Sequence[Collective], cluster: ClusterSpec) -> Simulation:

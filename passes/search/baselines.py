@@ -6,53 +6,41 @@ Simulated with the same costs as the plan, so the comparison is fair; an expert 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from cost_models.cluster import ClusterSpec
 from cost_models.compute import optimizer_seconds
 from cost_models.conversion import data_parallel_seconds
 from cost_models.devices import Device
 from cost_models.memory import StateBytes, update_bytes
+from cost_models.units import counted, format_bytes
 from passes.costs.backward_peak import backward_peak
 from passes.costs.costs import GraphCosts
 from passes.graph.graph import OpGraph
 from passes.lower.job import Job
 from passes.lower.segment import Segmentation
 from passes.lower.summarize import state_of_ranks
+from passes.search.certificate import Alternative
 
 MAX_DOUBLINGS = 11
 """At most 1,024 micro-batches."""
+ALONE = "one device"
 
 
-@dataclass(frozen=True)
-class Baseline:
-    """One way of not partitioning. ``step_seconds`` is what it would take, even where it does not fit."""
-
-    strategy: str
-    feasible: bool
-    step_seconds: float
-    peak_memory_bytes: int
-    capacity_bytes: int
-    """Memory of the device, or of the smallest of the replicas' devices."""
-    microbatches: int
-
-
-def baselines(graph: OpGraph, costs: GraphCosts, cluster: ClusterSpec, job: Job) -> tuple[Baseline, ...]:
+def baselines(graph: OpGraph, costs: GraphCosts, cluster: ClusterSpec, job: Job) -> tuple[Alternative, ...]:
     """Cost the step on one device and, where there are several, with a replica on each."""
     alone = one_device(graph, costs, cluster, job)
     return (alone,) if cluster.world_size == 1 else (alone, data_parallel(graph, costs, cluster, job))
 
 
-def one_device(graph: OpGraph, costs: GraphCosts, cluster: ClusterSpec, job: Job) -> Baseline:
+def one_device(graph: OpGraph, costs: GraphCosts, cluster: ClusterSpec, job: Job) -> Alternative:
     """The whole batch on the device that does it fastest, accumulated over as few micro-batches as memory needs."""
     kinds = {_kind(device): device for device in reversed(cluster.devices)}
-    tried = [
-        _replica(graph, costs, job, [device], job.batch_size, "one device", 0.0) for device in kinds.values()
-    ]
+    tried = [_replica(graph, costs, job, [device], job.batch_size, ALONE, 0.0) for device in kinds.values()]
     return min(tried, key=lambda baseline: (not baseline.feasible, baseline.step_seconds))
 
 
-def data_parallel(graph: OpGraph, costs: GraphCosts, cluster: ClusterSpec, job: Job) -> Baseline:
+def data_parallel(graph: OpGraph, costs: GraphCosts, cluster: ClusterSpec, job: Job) -> Alternative:
     """A replica of the model per device and one all-reduce of all gradients after the last backward.
 
     Equal shares of the batch: the slowest device paces the step, the smallest must hold a replica.
@@ -72,7 +60,7 @@ def _replica(
     batch: int,
     strategy: str,
     reduce_seconds: float,
-) -> Baseline:
+) -> Alternative:
     """``batch`` samples on each of ``devices``, in the fewest micro-batches that fit all of them."""
     state = _state(graph, job, batch)
     tensors = sum(
@@ -93,8 +81,13 @@ def _replica(
             backward = each.backward_input + each.backward_weight if graph.needs_grad else 0.0
             optimizer = optimizer_seconds(state, device, job.optimizer, tensors)
             seconds.append(microbatches * (each.forward + backward) + optimizer)
-        fits = peak <= capacity
-        return Baseline(strategy, fits, max(seconds) + reduce_seconds, peak, capacity, microbatches)
+        where = "" if strategy == ALONE else " on each device"
+        reason = (
+            f"fits in {counted(microbatches, 'micro-batch')}"
+            if peak <= capacity
+            else f"does not fit: {format_bytes(peak - capacity)} short{where}"
+        )
+        return Alternative(strategy, peak <= capacity, reason, max(seconds) + reduce_seconds, peak)
     raise AssertionError("a batch has at least one sample")
 
 

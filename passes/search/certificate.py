@@ -14,13 +14,13 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Annotated
 
-from pydantic import Field, NonNegativeFloat
+from pydantic import Field, NonNegativeFloat, NonNegativeInt
 
 from cost_models.errors import InternalError
 
 ROUNDING = 1e-9
 """Relative difference that sums in another order may make."""
-Count = Annotated[int, Field(ge=1)]
+AtLeastOne = Annotated[int, Field(ge=1)]
 NAMED = 16
 """Options that a family of pipelines names in a certificate. By hand: more than anybody reads."""
 
@@ -29,7 +29,7 @@ NAMED = 16
 class StageTerms:
     """One stage, or several that are alike and follow each other, in the surrogate of a pipeline."""
 
-    stages: Count
+    stages: AtLeastOne
     microbatch_seconds: Annotated[
         NonNegativeFloat, Field(description="of everything that runs in each micro-batch")
     ]
@@ -53,7 +53,7 @@ class BoundTerm:
     """An option, or several, and the seconds that none of its pipelines is below; null: nothing fits."""
 
     option: str
-    options: Count
+    options: AtLeastOne
     bound_seconds: NonNegativeFloat | None
 
     @staticmethod
@@ -77,10 +77,12 @@ class PipelineTerms:
     fill: Annotated[
         float, Field(gt=0, le=1, description="share of filling and draining that the schedule does not hide")
     ]
-    microbatches: Count
-    chunks: Annotated[Count, Field(description="stages of each device group")]
+    microbatches: AtLeastOne
+    chunks: Annotated[AtLeastOne, Field(description="stages of each device group")]
     stages: tuple[StageTerms, ...]
-    in_flight: Annotated[tuple[Count, ...], Field(description="micro-batches that each stage holds at once")]
+    in_flight: Annotated[
+        tuple[AtLeastOne, ...], Field(description="micro-batches that each stage holds at once")
+    ]
     options: Annotated[
         tuple[BoundTerm, ...], Field(description="all of the space, the lowest bounds by name")
     ]
@@ -153,6 +155,18 @@ class Certificate:
         ]
         if because:
             raise InternalError("certify a plan: its own bound is broken", because)
+
+
+@dataclass(frozen=True)
+class Alternative:
+    """Another way that was looked at, and why it was not chosen."""
+
+    strategy: str
+    feasible: bool
+    reason: str
+    step_seconds: NonNegativeFloat | None
+    """Seconds that it would take, even where it does not fit."""
+    peak_memory_bytes: NonNegativeInt | None
 
 
 def relative_gap(objective_seconds: float, bound_seconds: float) -> float:

@@ -18,7 +18,8 @@ from dataclasses import dataclass, replace
 import sympy
 from torch import fx
 
-from cost_models.conversion import AxisLinks, CollectiveKind
+from cost_models.cluster import ClusterSpec
+from cost_models.conversion import AxisLinks, CollectiveKind, group_links
 from cost_models.layout import Mesh
 from passes.graph.graph import tensor_specs
 from passes.shard.sent import StageCollective
@@ -96,28 +97,28 @@ def together(found: Iterable[Traffic], steps: Iterable[Collection[str]]) -> tupl
     )
 
 
-def repeated(found: Iterable[Traffic], again: Collection[str]) -> tuple[Traffic, ...]:
-    """List the collectives of forward that backward makes a second time, because it computes the nodes ``again``."""
-    return tuple(replace(item, backward=True) for item in found if item.node in again and not item.backward)
-
-
-def priced(
-    found: Iterable[Traffic], mesh: Mesh, links: Mapping[str, AxisLinks]
-) -> tuple[StageCollective, ...]:
-    """Return the bytes that each rank of the mesh sends, and the seconds that takes. ``links``: those of each axis."""
-    ranks = {axis: len(all_ranks_along(mesh, axis.split(JOINT))[0]) for axis in links}
+def priced(found: Iterable[Traffic], mesh: Mesh, cluster: ClusterSpec) -> tuple[StageCollective, ...]:
+    """Return the bytes that each rank of the mesh sends, and the seconds that takes, every group of an axis at once."""
+    items = tuple(found)
+    groups = {item.axis: all_ranks_along(mesh, item.axis.split(JOINT)) for item in items}
+    links = {axis: group_links(of_axis, cluster) for axis, of_axis in groups.items()}
     return tuple(
         StageCollective(
             value=item.node,
             kind=item.kind,
             axis=item.axis,
             size_bytes=item.whole_bytes,
-            sent_bytes=item.sent_bytes(ranks[item.axis]),
+            sent_bytes=item.sent_bytes(len(groups[item.axis][0])),
             backward=item.backward,
             seconds=item.seconds(links[item.axis]),
         )
-        for item in found
+        for item in items
     )
+
+
+def repeated(sent: Iterable[StageCollective], again: Collection[str]) -> tuple[StageCollective, ...]:
+    """List the collectives of forward that backward makes a second time, because it computes the nodes ``again``."""
+    return tuple(replace(item, backward=True) for item in sent if item.value in again and not item.backward)
 
 
 def _of_bridge(node: fx.Node, differentiable: bool, symbols: Mapping[sympy.Symbol, int]) -> Iterator[Traffic]:

@@ -15,12 +15,11 @@ from cost_models.cluster import ClusterSpec
 from cost_models.errors import UsageError
 from partitioner import Plan, partition
 from partitioner.cli import run_command
-from partitioner.record.records import Alternative
 from partitioner.report.compare import compare
-from partitioner.report.compare_text import render_comparison
-from partitioner.report.comparison import Comparison
+from partitioner.report.comparison import ProfileComparison, render_comparison
 from partitioner.report.profile import Profile
 from partitioner.report.profile_file import read_profile
+from passes.search.certificate import Alternative
 from runtime.ranks.launch import WorkerPool
 from tests.distributed import engine_model as net
 
@@ -76,11 +75,11 @@ def profile(plan: Plan, folder: Path, pool: WorkerPool) -> Profile:
 
 
 @pytest.fixture(scope="module")
-def found(plan: Plan, folder: Path, profile: Profile) -> Comparison:
+def found(plan: Plan, folder: Path, profile: Profile) -> ProfileComparison:
     return compare(plan, read_profile(folder / "trace.json"))
 
 
-def test_sums_agree_with_the_profiles_own(found: Comparison, profile: Profile) -> None:
+def test_sums_agree_with_the_profiles_own(found: ProfileComparison, profile: Profile) -> None:
     exact = {"rel": 1e-9}
     for rank, measured, predicted in zip(found.ranks, profile.times, profile.predicted_times, strict=True):
         for parts, side in ((measured, 0), (predicted, 1)):
@@ -113,7 +112,7 @@ def test_sums_agree_with_the_profiles_own(found: Comparison, profile: Profile) -
 
 
 def test_corrected_rates_predict_what_was_measured(
-    found: Comparison, plan: Plan, folder: Path, profile: Profile
+    found: ProfileComparison, plan: Plan, folder: Path, profile: Profile
 ) -> None:
     (model,) = found.factors.devices
     computing = sum(rank.computing.measured for rank in found.ranks)
@@ -132,7 +131,7 @@ def test_corrected_rates_predict_what_was_measured(
     assert plan_of("1f1b", ClusterSpec.load(path)).prediction.confidence == found.cluster.provenance
 
 
-def test_the_choice_holds_only_as_far_as_it_can_be_told(found: Comparison) -> None:
+def test_the_choice_holds_only_as_far_as_it_can_be_told(found: ProfileComparison) -> None:
     def with_rival(seconds: float) -> str:
         rival = Alternative(
             strategy="other", feasible=True, reason="", step_seconds=seconds, peak_memory_bytes=1
@@ -161,7 +160,7 @@ def test_the_choice_holds_only_as_far_as_it_can_be_told(found: Comparison) -> No
 
 
 def test_the_command_prints_it(
-    folder: Path, found: Comparison, profile: Profile, capsys: pytest.CaptureFixture[str]
+    folder: Path, found: ProfileComparison, profile: Profile, capsys: pytest.CaptureFixture[str]
 ) -> None:
     arguments = ["compare", str(folder / "plan.json"), str(folder / "trace.json")]
     profile.save(folder / "trace.json.gz")
@@ -184,11 +183,11 @@ def test_a_profile_of_another_plan_is_refused(
         compare(plan_of("zb-h1"), trace)
     other = plan.model_copy(update={"model": plan.model.model_copy(update={"fingerprint": "0" * 64})})
     with pytest.raises(UsageError, match="fingerprint 0000"):
-        compare(plan, replace(trace, facts=trace.facts.model_copy(update={"fingerprint": "0" * 64})))
+        compare(plan, replace(trace, facts=replace(trace.facts, fingerprint="0" * 64)))
     with pytest.raises(UsageError, match="fingerprint"):
         compare(other, trace)
     three = plan_of("1f1b", ClusterSpec.local(3))
-    moved = replace(trace, facts=trace.facts.model_copy(update={"devices": (0, 2)}))
+    moved = replace(trace, facts=replace(trace.facts, devices=(0, 2)))
     with pytest.raises(UsageError, match="of devices 0, 2, the plan uses 0, 1"):
         compare(three, moved)
     short = str(folder / "short.json")

@@ -11,16 +11,15 @@ from cost_models.cluster import ClusterSpec
 from cost_models.precision import Precision
 from partitioner.plan import Plan
 from partitioner.record.records import (
-    Alternative,
     ModelInfo,
     Prediction,
     ProofRecord,
     Stage,
     StageValue,
-    Transfer,
 )
 from partitioner.record.sharding import LayoutRow, StageSharding
-from passes.search.certificate import Certificate
+from passes.lower.crossing import Bridge
+from passes.search.certificate import Alternative, Certificate
 from passes.shard.sent import GradientSum, StageCollective, UpdateGather
 
 MIB = 1 << 20
@@ -65,7 +64,7 @@ def made_plan(
             for s in range(count - 1)
         ),
         "transfers": tuple(
-            Transfer(value=f"op{s}", kind="send", source=a, target=b, size_bytes=16 * MIB, gradient=True)
+            Bridge(value=f"op{s}", kind="send", source=a, target=b, size_bytes=16 * MIB, gradient=True)
             for s, (a, b) in enumerate(pairwise(stage_ranks))
             if a != b
         ),

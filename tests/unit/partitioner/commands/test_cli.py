@@ -18,7 +18,7 @@ from partitioner import Plan, Precision
 from partitioner.cli import COMMANDS, run_command
 from partitioner.commands import options
 from partitioner.commands.options import progress
-from partitioner.report.timeline import step_picture
+from partitioner.commands.plan_files import step_picture
 from tests.support import bad_workloads
 
 NET = f"{Path(bad_workloads.__file__)}:net"
@@ -168,12 +168,12 @@ def test_a_plan_out_of_time_is_still_written(
     import partitioner.commands.plan as command
 
     def stopped(*arguments: Any, **keywords: Any) -> Plan:
-        plan = partition(*arguments, **keywords)
+        plan = plan_traced(*arguments, **keywords)
         late = replace(plan.certificate, solver_status="time limit", gap=0.25)
         return plan.model_copy(update={"certificate": late})
 
-    partition = command.partition
-    monkeypatch.setattr(command, "partition", stopped)
+    plan_traced = command.plan_traced
+    monkeypatch.setattr(command, "plan_traced", stopped)
     file = tmp_path / "plan.json"
     assert run_command(["plan", NET, *GOOD, "--json", "-o", str(file)]) == 5
     captured = capsys.readouterr()

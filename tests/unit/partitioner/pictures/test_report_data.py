@@ -24,7 +24,7 @@ from partitioner.pictures.ops import op_graph_data
 from partitioner.pictures.summary import division, summary_data
 from partitioner.plan import Plan
 from partitioner.record.other_rates import on_cluster, with_links
-from partitioner.record.outline import ModelOutline, OpKind
+from partitioner.record.outline import ModelOutline, OutlineKind
 from partitioner.record.rebuild import at_costs_of, proved_programs, simulate_plan
 from partitioner.report.sharding import collective_name
 from passes.shard.sent import UpdateGather
@@ -161,7 +161,7 @@ def test_an_op_that_every_stage_computes_has_no_layout_of_one_of_them() -> None:
     names = tuple(op for stage in plan.stages for op in stage.ops)
     outline = ModelOutline(
         modules=("",), sources=("",), inputs=(), names=names,
-        kinds=(OpKind(op="op", shape=(), dtype="", forward_flops=0, backward_flops=0, output_bytes=0, saved_bytes=0,
+        kinds=(OutlineKind(op="op", shape=(), dtype="", forward_flops=0, backward_flops=0, output_bytes=0, saved_bytes=0,
                       forward_seconds=0, backward_seconds=0),),
         kind_of=(0,) * len(names), module_of=(0,) * len(names), source_of=(0,) * len(names),
         read_counts=(0,) * len(names), reads=(),

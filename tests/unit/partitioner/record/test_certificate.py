@@ -77,6 +77,8 @@ def test_a_plan_that_adds_up_is_read_back() -> None:
         ("terms.chunks", 3, "3 stages of each group do not make 3"),
         ("terms.fill", 0.5, "fill: 0.5, 1f1b has 1.0"),
         ("terms.in_flight", [3, 3, 1], "in_flight: [3, 3, 1], 1f1b has [3, 2, 1]"),
+        ("terms.more", 1, "certificate.terms.more: is no key of a plan"),
+        ("terms", 1, "certificate.terms: input should be an object, got 1"),
         ("terms.in_flight", [3, 2, 0], "in_flight[2]: input should be greater than or equal to 1"),
     ],
 )

@@ -10,7 +10,7 @@ import pytest
 from cost_models.cluster import ClusterSpec
 from cost_models.intervals import Spread
 from partitioner.plan import Plan
-from partitioner.record import intervals
+from partitioner.record import data
 from partitioner.report.intervals import chance_text, peak_text, rates_text, step_text
 from tests.support.made_plans import GIB, made_hybrid_plan, made_plan, made_sharded_plan
 
@@ -65,11 +65,11 @@ def test_a_plan_errs_like_others_of_its_kind(plan: Plan, kind: str) -> None:
 def spreads(monkeypatch: pytest.MonkeyPatch) -> None:
     spread = Spread(0.0, 0.05, 4, 7, 2)
     monkeypatch.setattr(
-        intervals,
+        data,
         "STEP_SECONDS",
         {("pipeline", "presets"): spread, ("pipeline", "named stack"): Spread(0.0, 0.01, 4, 0, 0)},
     )
-    monkeypatch.setattr(intervals, "PEAK_BYTES", {"cuda": spread, "cpu": Spread(0.0, 0.01, 1, 0, 0)})
+    monkeypatch.setattr(data, "PEAK_BYTES", {"cuda": spread, "cpu": Spread(0.0, 0.01, 1, 0, 0)})
 
 
 @pytest.mark.usefixtures("spreads")

@@ -10,8 +10,8 @@ import pytest
 
 from cost_models.cluster import ClusterSpec
 from partitioner.commands.options import emit
-from partitioner.report.terminal import coloured
-from partitioner.report.timeline import step_picture
+from partitioner.commands.plan_files import step_picture
+from partitioner.report.text import coloured
 from runtime.schedules import SCHEDULES
 from tests.support.made_plans import made_plan
 from tests.unit.runtime.schedules.helpers import chain

@@ -1,10 +1,13 @@
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 from torch import nn
 
 from cost_models.cluster import ClusterSpec
+from cost_models.units import format_bytes
 from passes.costs.costs import GraphCosts, cost_graph
 from passes.graph.graph import OpGraph
 from passes.lower.job import Job
@@ -58,11 +61,12 @@ def test_more_micro_batches_where_memory_is_tight(traced: tuple[OpGraph, GraphCo
     none = one_device(
         graph, costs, cluster({"preset": "H100-80GB", "memory": "1MiB", "memory_reserved": 0}), job
     )
-    assert roomy.microbatches == 1
+    assert roomy.reason == "fits in 1 micro-batch"
     assert tight.feasible
-    assert tight.microbatches > 1
+    assert re.fullmatch(r"fits in \d+ micro-batches", tight.reason)
     assert not none.feasible
-    assert none.peak_memory_bytes > none.capacity_bytes == 2**20
+    assert none.peak_memory_bytes is not None
+    assert none.reason == f"does not fit: {format_bytes(none.peak_memory_bytes - 2**20)} short"
 
 
 def test_what_does_not_fit_is_held_against_the_device_it_was_tried_on(
@@ -72,4 +76,5 @@ def test_what_does_not_fit_is_held_against_the_device_it_was_tried_on(
     fast = {"preset": "H100-80GB", "memory": "1MiB", "memory_reserved": 0}
     found = one_device(*traced, cluster(slow, fast), Job(8))
     assert not found.feasible
-    assert found.capacity_bytes == 2**20
+    assert found.peak_memory_bytes is not None
+    assert found.reason == f"does not fit: {format_bytes(found.peak_memory_bytes - 2**20)} short"
