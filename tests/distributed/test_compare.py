@@ -136,7 +136,7 @@ def test_the_choice_holds_only_as_far_as_it_can_be_told(found: ProfileComparison
         rival = Alternative(
             strategy="other", feasible=True, reason="", step_seconds=seconds, peak_memory_bytes=1
         )
-        tight = rival.model_copy(update={"feasible": False, "step_seconds": 1e-9})
+        tight = replace(rival, feasible=False, step_seconds=1e-9)
         other = replace(found, plan=found.plan.model_copy(update={"alternatives": (rival, tight)}))
         assert other.choice.rival == "other"
         text = " ".join(render_comparison(other).split())
