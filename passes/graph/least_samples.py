@@ -20,7 +20,7 @@ import torch
 from torch import fx
 from torch._subclasses import FakeTensorMode
 
-from passes.graph.graph import OpGraph, tensor_specs
+from passes.graph.graph import OpGraph, once_per_graph, tensor_specs
 from passes.graph.nodes import argument
 from passes.graph.signatures import concrete
 from runtime.ops.opaque import Opaque, no_compile
@@ -29,6 +29,7 @@ from runtime.segment.code import Dim, TensorSpec
 aten = torch.ops.aten
 
 
+@once_per_graph
 def least_samples(graph: OpGraph) -> tuple[int, str]:
     """Return the fewest samples that a micro-batch needs, and the op that needs as many ("" if one will do)."""
     sizes = {**graph.example_sizes, graph.batch.batch_symbol: 1}

@@ -36,6 +36,7 @@ from passes.search.outcome import Outcome
 from passes.search.parts import OnPart, Part, parts
 from passes.search.provider import Provider
 from passes.search.words import of_activations
+from passes.shard.discover import Discovery
 
 MOST_DEVICES_OF_A_MESH = 1024
 """Devices up to which the hybrid search looks at one stage on general meshes too, shards across nodes included: beyond,
@@ -57,8 +58,9 @@ def place_stages(
     if isinstance(request, HybridRequest) and not request.open:
         return place_fixed(graph, costs, cluster, request, judge)
     groups = _groups(judge, request) if isinstance(request, HybridRequest) else None
-    providers = _providers(judge, request, groups)
-    return fastest_of(providers, judge, deadline, list(_parts(judge, request, groups)))
+    discovery = Discovery.stored()
+    providers = _providers(judge, request, groups, discovery)
+    return fastest_of(providers, judge, deadline, list(_parts(judge, request, groups, discovery)))
 
 
 def _groups(judge: Judge, request: HybridRequest) -> GroupsProvider:
@@ -69,7 +71,9 @@ def _groups(judge: Judge, request: HybridRequest) -> GroupsProvider:
     return GroupsProvider(search, judge, request.fix.one_queue(judge.cluster))
 
 
-def _parts(judge: Judge, request: StagesRequest, groups: GroupsProvider | None) -> Iterator[Part]:
+def _parts(
+    judge: Judge, request: StagesRequest, groups: GroupsProvider | None, discovery: Discovery
+) -> Iterator[Part]:
     """Yield the parts of the cluster that a plan may make do with; none where its devices are fixed, no device alone where
     layouts are: they would say nothing there."""
     if isinstance(request, FeatureRequest) and request.mesh is not None:
@@ -89,18 +93,20 @@ def _parts(judge: Judge, request: StagesRequest, groups: GroupsProvider | None) 
             on_part = None if groups is None else replace(groups, search=groups.search.on(ranks))
             return [
                 OnPart(found, ranks, range(cluster.world_size) if found is on_part else ranks)
-                for found in _providers(own, request, on_part)
+                for found in _providers(own, request, on_part, discovery)
             ]
 
         yield Part(ranks, min(work[device] for device in kinds) / len(ranks), providers)
 
 
-def _providers(judge: Judge, request: StagesRequest, groups: GroupsProvider | None) -> list[Provider[Any]]:
+def _providers(
+    judge: Judge, request: StagesRequest, groups: GroupsProvider | None, discovery: Discovery
+) -> list[Provider[Any]]:
     """List the families of pipelines, ``groups`` among them where that is one."""
     if isinstance(request, LayerRequest):
         return [LayerProvider(judge, request)]
     if isinstance(request, FeatureRequest):
-        return [MeshProvider(judge, request)]
+        return [MeshProvider(judge, request, discovery)]
     assert groups is not None
     job, counts, recompute = request.job, request.microbatches, request.fix.recompute or request.recompute
     single = LayerRequest(
@@ -109,5 +115,6 @@ def _providers(judge: Judge, request: StagesRequest, groups: GroupsProvider | No
     found: list[Provider[Any]] = [groups, LayerProvider(judge, single)]
     one_stage = groups.search.counts and request.schedule == "auto"
     if one_stage and 1 < judge.cluster.world_size <= MOST_DEVICES_OF_A_MESH:
-        found.append(MeshProvider(judge, FeatureRequest(job, microbatches=counts, recompute=recompute)))
+        mesh = FeatureRequest(job, microbatches=counts, recompute=recompute)
+        found.append(MeshProvider(judge, mesh, discovery))
     return found

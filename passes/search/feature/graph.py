@@ -12,7 +12,7 @@ from __future__ import annotations
 import operator
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Literal, TypeAlias
 
@@ -92,6 +92,7 @@ class FeatureGraph:
     unit_of: Mapping[str, int]
     again: Recomputed
     readers: Readers
+    _unlike: dict[int, Sequence[Mapping[int, int]]] = field(default_factory=dict, init=False)
 
     def recomputing(self, recomputed: Regions, *, whole: bool = True) -> FeatureGraph:
         """Return the same units with other blocks that backward computes again."""
@@ -105,6 +106,26 @@ class FeatureGraph:
     @cached_property
     def op_index(self) -> Mapping[str, int]:
         return {node.name: i for i, node in enumerate(self.graph.ops)}
+
+    def unlike_members(self, samples: int) -> Sequence[Mapping[int, int]]:
+        """Per unit: op index -> how many of its members cost the same, of a micro-batch of ``samples``.
+
+        Equal ops may have unlike numbers of readers, whose gradients are summed on the op's account, and not all may run
+        twice.
+        """
+        if samples not in self._unlike:
+            sizes = 1, samples  # a rank may have one sample, and is costed as such
+            extras = [self.costs.exact(size).rates.extra for size in sizes]
+            found: list[dict[int, int]] = []
+            for unit in self.units:
+                alike: dict[object, list[int]] = {}
+                for name in unit.members if unit.kind == "op" else ():
+                    i = self.op_index[name]
+                    key = *(extra.of(i) for extra in extras), name in self.again.twice
+                    alike.setdefault(key, []).append(i)
+                found.append({members[0]: len(members) for members in alike.values()})
+            self._unlike[samples] = found
+        return self._unlike[samples]
 
 
 def feature_graph(

@@ -217,12 +217,13 @@ class _Builder:
         """Per step; one call for all ops and options."""
         rows: list[LocalRows] = []
         pieces: list[tuple[int, int]] = []  # (unit, how many members) of each run of rows
+        unlike = self.problem.space.unlike_members(self.problem.samples)
         for unit in ops:
             o = options[unit.index]
             parts, traffic = o.split(
                 unit, self.problem.space.graph, self.problem.mesh.shape, self.problem.symbols
             )
-            for member, count in self._unlike_members(unit).items():
+            for member, count in unlike[unit.index].items():
                 twice = self.problem.space.graph.ops[member].name in self.problem.space.again.twice
                 forwards = 2 if twice else 1
                 rows.append(LocalRows(np.full(o.count, member), o.work_share, traffic, parts, forwards))
@@ -269,18 +270,6 @@ class _Builder:
                 seconds[k], _ = cost(differentiable=unit.name in space.graph.needs_grad)
                 again[k], _ = cost(differentiable=False) if twice else (0.0, 0.0)
         return seconds * (len(unit.members) * count) + again * (twice * count)
-
-    def _unlike_members(self, unit: Unit) -> dict[int, int]:
-        """Op index -> how many of the unit's members cost the same: equal ops may have unlike numbers of readers, whose
-        gradients are summed on the op's account, and not all may run twice."""
-        sizes = 1, self.problem.samples  # a rank may have one sample, and is costed as such
-        extras = [self.problem.space.costs.exact(size).rates.extra for size in sizes]
-        found: dict[object, list[int]] = {}
-        for name in unit.members:
-            i = self.problem.space.op_index[name]
-            key = *(extra.of(i) for extra in extras), name in self.problem.space.again.twice
-            found.setdefault(key, []).append(i)
-        return {members[0]: len(members) for members in found.values()}
 
     def _saved_bytes(self, ops: Sequence[Unit], options: dict[int, Options]) -> dict[int, FloatArray]:
         """Bytes that autograd keeps, charged to the op that makes the storage, in the layout that it makes it in."""

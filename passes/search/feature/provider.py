@@ -51,6 +51,7 @@ class MeshProvider:
 
     judge: Judge
     request: FeatureRequest
+    discovery: Discovery
     words = "one stage on all devices"
     objective = OBJECTIVE
     quickly_bounded = False
@@ -95,7 +96,7 @@ class MeshProvider:
         if request.pins or request.mesh is not None or cluster.world_size == 1:
             return []
         other = replace(request, pins={"*": "data"}, mesh=(cluster.world_size,))
-        alone = MeshProvider(self.judge, other)
+        alone = MeshProvider(self.judge, other, self.discovery)
         try:
             return alone._cheapest_of_modes(math.inf, room, deadline)
         except UsageError:  # the batch, or an op, cannot be split so
@@ -114,7 +115,7 @@ class MeshProvider:
         )
         self._failures.clear()
         survey = survey_meshes(
-            judge.graph, judge.costs, judge.cluster, request, Discovery.stored(),
+            judge.graph, judge.costs, judge.cluster, request, self.discovery,
             regions_of(judge.graph, blocks), known_seconds=known_seconds * self.slack,
             closely_seconds=known_seconds,
         )  # fmt: skip

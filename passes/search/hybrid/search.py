@@ -47,7 +47,8 @@ log = logging.getLogger("partitioner")
 
 SLACK = 1.05
 """Options whose bound is above the best surrogate by this factor are not solved: the surrogate was at most 4% off the
-simulated step on Llama-8B and 70B (docs/06g-hybrid.md), on either side."""
+simulated step on Llama-8B and 70B (docs/06g-hybrid.md), on either side. On a part of the cluster, those whose bound is above
+it at all: a plan that does without some of the devices has to be faster by surrogate."""
 
 ENOUGH = 4
 """Options solved after which only those are that may be better than the best. By hand: more than are simulated first."""
@@ -105,6 +106,11 @@ class GroupSearch:
 
     def __post_init__(self) -> None:
         self.pieces = pieces_of(self.graph)
+
+    @property
+    def slack(self) -> float:
+        """The factor above the best surrogate up to which options are solved: ``SLACK``, 1 on a part of the cluster."""
+        return SLACK if self.used is None else 1.0
 
     @property
     def world_size(self) -> int:
@@ -301,8 +307,8 @@ class _Survey:
 
     def is_over(self) -> bool:
         """Tell whether no option is left that may be better, or nearly as good while there are few that are."""
-        near = sum(solved.seconds <= SLACK * self.best_seconds for solved in self.found)
-        slack = 1.0 if near >= SIMULATED_FIRST and self._solved >= ENOUGH else SLACK
+        near = sum(solved.seconds <= self.search.slack * self.best_seconds for solved in self.found)
+        slack = 1.0 if near >= SIMULATED_FIRST and self._solved >= ENOUGH else self.search.slack
         if not self._open:
             return True
         return self.least_seconds >= self.best_seconds * slack
@@ -341,7 +347,7 @@ class _Survey:
 
     def _further(self, bound: float, number: int, rank: int) -> tuple[float, int, int] | None:
         """Bound an option better, or solve it; None where it is done with."""
-        cutoff, option = self.best_seconds * SLACK, self.options[number]
+        cutoff, option = self.best_seconds * self.search.slack, self.options[number]
         if rank == 0:
             better = self.search.first_bound(option, cutoff, self.room)
         elif rank == 1:
@@ -365,7 +371,7 @@ class _Survey:
 
     def _solve(self, number: int, bound: float) -> None:
         best = self.best_seconds
-        found = fastest(self._staged[number], best * SLACK, bound, closely=bound < best < math.inf)
+        found = fastest(self._staged[number], best * self.search.slack, bound, closely=bound < best < math.inf)
         if found is not None:
             log.debug("%s: %.6g s, not below %.6g s", found.option, found.seconds, bound)
             known = next((own for own in self.found if own.option is found.option), None)
