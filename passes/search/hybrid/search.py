@@ -371,7 +371,9 @@ class _Survey:
 
     def _solve(self, number: int, bound: float) -> None:
         best = self.best_seconds
-        found = fastest(self._staged[number], best * self.search.slack, bound, closely=bound < best < math.inf)
+        found = fastest(
+            self._staged[number], best * self.search.slack, bound, closely=bound < best < math.inf
+        )
         if found is not None:
             log.debug("%s: %.6g s, not below %.6g s", found.option, found.seconds, bound)
             known = next((own for own in self.found if own.option is found.option), None)
