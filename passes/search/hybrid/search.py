@@ -47,8 +47,8 @@ log = logging.getLogger("partitioner")
 
 SLACK = 1.05
 """Options whose bound is above the best surrogate by this factor are not solved: the surrogate was at most 4% off the
-simulated step on Llama-8B and 70B (docs/06g-hybrid.md), on either side. On a part of the cluster, those whose bound is above
-it at all: a plan that does without some of the devices has to be faster by surrogate."""
+simulated step on Llama-8B and 70B (docs/06g-hybrid.md), on either side. On a part of the cluster, those whose bound is
+above it at all: a plan that does without some of the devices has to be faster by surrogate."""
 
 ENOUGH = 4
 """Options solved after which only those are that may be better than the best. By hand: more than are simulated first."""
