@@ -128,6 +128,18 @@ class FeatureGraph:
         return self._unlike[samples]
 
 
+@once_per_graph
+def space_of(
+    graph: OpGraph,
+    costs: GraphCosts,
+    choices: Chooser,
+    marks: tuple[tuple[str, str], ...],
+    recomputed: Regions,
+) -> FeatureGraph:
+    """Return ``feature_graph`` of a whole model, for all meshes of all parts of a cluster."""
+    return feature_graph(graph, costs, choices, dict(marks), recomputed)
+
+
 def feature_graph(
     graph: OpGraph,
     costs: GraphCosts,

@@ -26,13 +26,13 @@ from cost_models.errors import InfeasibleError, InternalError, TimeLimitError, U
 from cost_models.layout import Mesh
 from cost_models.units import counted
 from passes.costs.costs import GraphCosts
-from passes.graph.graph import OpGraph, once_per_graph
+from passes.graph.graph import OpGraph
 from passes.progress import report_found, report_option
 from passes.search.certificate import relative_gap
 from passes.search.feature.bound import price, wire_tables
 from passes.search.feature.bridges import Bridges
 from passes.search.feature.evaluate import FeatureCost, evaluate
-from passes.search.feature.graph import FeatureGraph, Unit, feature_graph
+from passes.search.feature.graph import FeatureGraph, Unit, space_of
 from passes.search.feature.infeasible import does_not_fit, equal_counts
 from passes.search.feature.meshes import meshes
 from passes.search.feature.options import UnitNumbers
@@ -154,7 +154,7 @@ def survey_meshes(
     pins = resolve(graph, request.pins) if pins is None else pins
     discovery = discovery or Discovery()
     marks = {node: pin.mark for node, pin in pins.items()}
-    space = _space(graph, costs, discovery, tuple(marks.items()), again)
+    space = space_of(graph, costs, discovery.choices, tuple(marks.items()), again)
     setting = Setting(cluster, request.job, request.reserved_bytes, again, request.part)
     search = _MeshSearch(space, setting, pins, deadline, known_seconds, closely_seconds)
     counts = equal_counts(graph, request.job.batch_size, request.microbatches)
@@ -172,17 +172,6 @@ def survey_meshes(
     proof = search.proof(request)
     origins = origins_of(discovery, [SolvedPart(problem, options, {})])
     return MeshSurvey(proof, FeatureResult(placement, cost, proof, origins, problem, options), None)
-
-
-@once_per_graph
-def _space(
-    graph: OpGraph,
-    costs: GraphCosts,
-    discovery: Discovery,
-    marks: tuple[tuple[str, str], ...],
-    again: Regions,
-) -> FeatureGraph:
-    return feature_graph(graph, costs, discovery.choices, dict(marks), again)
 
 
 def check_agreement(
