@@ -47,7 +47,8 @@ from runtime.simulate.simulation import Simulation
 
 ROOT = Path(__file__).parents[1]
 HASHES = Path(__file__).with_suffix(".sha256")
-DATA = ROOT / "tests" / "data"
+DATA = Path("tests") / "data"
+"""From the root, so that texts, which wrap, say the same whatever folder the checkout is in."""
 TINY = {"size": "tiny"}
 
 Texts = Mapping[str, str]
@@ -197,10 +198,10 @@ def cost_graph(path: str, strategy: str = "free", **options: Any) -> Texts:
         read = read_graph(DATA / path, **reading)
         plan = plan_feature_wise(read) if strategy == "feature" else plan_graph(read, **options)
     except PartitionerError as error:
-        return {"error": f"{type(error).__name__}: {error}".replace(str(DATA), "")}
+        return {"error": f"{type(error).__name__}: {error}"}
     data = plan.to_dict()
     data["graph"]["source"] = path
-    return {"plan": canonical(data), "table": str(plan).replace(str(DATA), "")}
+    return {"plan": canonical(data), "table": str(plan)}
 
 
 def printed(graph: OpGraph) -> str:
@@ -356,6 +357,8 @@ def main() -> int:
     parser.add_argument("--update", action="store_true")
     parser.add_argument("--only", default="*")
     given = parser.parse_args()
+    folder = given.texts and given.texts.resolve()
+    os.chdir(ROOT)
     os.environ["PARTITIONER_CALIBRATION"] = "none"
     known: dict[str, str] = json.loads(HASHES.read_text()) if HASHES.exists() else {}
     now: dict[str, str] = {}
@@ -376,8 +379,8 @@ def main() -> int:
             now[key] = hashlib.sha256(text.encode()).hexdigest()
             if known.get(key) != now[key]:
                 changed.append(part)
-            if given.texts is not None:
-                file = given.texts / f"{key}.txt"
+            if folder is not None:
+                file = folder / f"{key}.txt"
                 file.parent.mkdir(parents=True, exist_ok=True)
                 file.write_text(text + "\n")
         lost = [key for key in known if key.rsplit("/", 1)[0] == name and key not in now]
