@@ -52,6 +52,42 @@ class Dropping(nn.Module):
         return F.mse_loss(self.down(F.dropout(self.up(x), 0.5, self.training)), y)
 
 
+class Averaging(nn.Module):
+    """x, y [b, 8]: two layers, between them a running mean that each micro-batch reads and writes."""
+
+    mean: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 12), nn.Linear(12, 8)
+        self.register_buffer("mean", torch.zeros(12))
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        h = torch.tanh(self.up(x))
+        self.mean.mul_(0.9).add_(0.1 * h.detach().mean(0))
+        return F.mse_loss(self.down(h - self.mean), y)
+
+
+class Weighed(nn.Module):
+    """x [b, 8], target [b]: samples weigh as their classes do."""
+
+    weight: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(8, 5)
+        self.register_buffer("weight", torch.linspace(0.5, 1.5, 5))
+
+    def forward(self, x: Tensor, target: Tensor) -> Tensor:
+        return F.cross_entropy(self.head(x), target, weight=self.weight)
+
+
+def _classes_batch(samples: int) -> dict[str, Tensor]:
+    draw = torch.Generator().manual_seed(3)
+    x = torch.randn(samples, 8, generator=draw, dtype=torch.float64)
+    return {"x": x, "target": torch.randint(5, (samples,), generator=draw)}
+
+
 def _columns_batch(samples: int) -> dict[str, Tensor]:
     draw = torch.Generator().manual_seed(7)
     return {name: torch.randn(samples, 2, 12, 4, generator=draw, dtype=torch.float64) for name in ("x", "y")}
@@ -74,6 +110,8 @@ PLANS: Mapping[str, Made] = {
     "recompute": (Gpt, gpt_batch, {"pins": _HALVES, "schedule": "1f1b", "recompute": "full"}),
     "uneven": (Conv, conv_batch, {"pins": {"first": 0, "second": 1}, "schedule": "gpipe", "microbatches": 3}),
     "uneven_mean": (Pair, mlp_batch, {"pins": {"up": 0, "down": 1}, "schedule": "gpipe", "microbatches": 3}),
+    "running": (Averaging, mlp_batch, {"pins": {"up": 0, "down": 1}, "schedule": "gpipe", "microbatches": 3}),
+    "weighed_mean": (Weighed, _classes_batch, {**_mesh({"*": "data"}), "loss_reduction": "mean"}),
     "column_row": (Gpt, gpt_batch, _mesh({"*": "column_row"})),
     "vocabulary": (Gpt, gpt_batch, _mesh({"*": "vocabulary"})),
     "sequence": (Gpt, gpt_batch, _mesh({"*": "sequence"})),
