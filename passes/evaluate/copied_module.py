@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from passes.evaluate.copied_function import copied_function
 from passes.graph.nodes import storage_key
-from passes.trace.view_steps import Layout
+from passes.trace.view_steps import StridedLayout
 
 Convert: TypeAlias = Callable[[Tensor], Tensor]
 Function = TypeVar("Function", bound=Callable[..., Any] | None)
@@ -152,7 +152,7 @@ def _together(tensors: list[Tensor], convert: Convert) -> dict[int, Tensor]:
         if len(members) < 2 or len({member.dtype for member in members}) > 1:
             continue
         start = min(int(member.storage_offset()) for member in members)
-        end = max(int(member.storage_offset()) + Layout.of(member).extent for member in members)
+        end = max(int(member.storage_offset()) + StridedLayout.of(member).extent for member in members)
         with torch.no_grad():
             memory = convert(members[0].detach().as_strided((end - start,), (1,), start))
             for member in members:

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
 
-class Valued(Protocol):
+class PipelineValue(Protocol):
     """A pipeline and its surrogate."""
 
     @property
@@ -38,8 +38,8 @@ class Valued(Protocol):
         """Equal for equal pipelines."""
 
 
-Found = TypeVar("Found", bound=Valued)
-Found_co = TypeVar("Found_co", bound=Valued, covariant=True)
+Found = TypeVar("Found", bound=PipelineValue)
+Found_co = TypeVar("Found_co", bound=PipelineValue, covariant=True)
 End = tuple[int, int]
 """(stages, state in which the first of them is)."""
 

@@ -54,7 +54,7 @@ class Ordered:
 
 
 @dataclass(frozen=True)
-class Order:
+class SortOrder:
     """The state of the rows' numbers, in the order of sort ``by`` of ``key``, each divided by ``rows`` (of a token)."""
 
     by: str
@@ -64,7 +64,7 @@ class Order:
 
 @dataclass(frozen=True)
 class Inverse:
-    """The state of the inverse of ``Order``."""
+    """The state of the inverse of ``SortOrder``."""
 
     by: str
 
@@ -77,4 +77,4 @@ class Counts(Added):
     ends: bool = False
 
 
-State: TypeAlias = Same | Samples | Added | Coupled | Ordered | Order | Inverse
+State: TypeAlias = Same | Samples | Added | Coupled | Ordered | SortOrder | Inverse

@@ -18,7 +18,7 @@ from typing import Any
 from torch import fx
 
 from passes.graph.nodes import argument, op_name, symbolic, tensors_of
-from passes.shard.sample_states import Counts, Inverse, Order, Ordered, Same, Samples, State
+from passes.shard.sample_states import Counts, Inverse, Ordered, Same, Samples, SortOrder, State
 
 _CASTS = frozenset({"to", "_to_copy", "type_as", "clone", "contiguous", "detach", "alias"})
 _BLANK = frozenset({"empty_like", "zeros_like", "ones_like", "full_like"})
@@ -30,7 +30,7 @@ _GROUPED = frozenset({"_grouped_mm", "grouped_mm_fallback"})
 
 def is_sorted(states: Sequence[State]) -> bool:
     """Tell whether an op reads something that was sorted."""
-    return any(isinstance(state, Ordered | Order | Inverse) for state in states)
+    return any(isinstance(state, Ordered | SortOrder | Inverse) for state in states)
 
 
 def sorted_by(node: fx.Node, given: Sequence[fx.Node], states: Sequence[State]) -> tuple[State, ...] | None:
@@ -39,7 +39,7 @@ def sorted_by(node: fx.Node, given: Sequence[fx.Node], states: Sequence[State]) 
     if name not in ("sort", "argsort") or states[0] != Samples(0) or given[0].meta["val"].dim() != 1:
         return None
     key = _origin(given[0])
-    order = Order(node.name, key)
+    order = SortOrder(node.name, key)
     return (order,) if name == "argsort" else (Ordered(node.name, key, keys=True), order)
 
 
@@ -51,12 +51,12 @@ def through_order(
     None for any other op, and where samples are coupled.
     """
     name, first = op_name(node).rstrip("_"), states[0]
-    if isinstance(first, Order):
+    if isinstance(first, SortOrder):
         return _of_order(node, name, given, first)
     if name in ("index", "_unsafe_index", "gather", "index_select"):
         return _taken(node, given, states)
     if name == "index_put":
-        inverse = len(states) == 3 and isinstance(states[1], Order) and states[2] == Same(counts=True)
+        inverse = len(states) == 3 and isinstance(states[1], SortOrder) and states[2] == Same(counts=True)
         whole = inverse and isinstance(first, Same) and not argument(node, "accumulate")
         return (Inverse(states[1].by),) if whole and _rows(given[0]) == _rows(given[1]) else None  # type: ignore[union-attr]
     if name in ("index_add", "scatter_add"):
@@ -86,7 +86,9 @@ def counted_rows(node: fx.Node, given: Sequence[fx.Node], states: Sequence[State
     return Counts(_origin(given[0])) if isinstance(first, Samples) else None
 
 
-def _of_order(node: fx.Node, name: str, given: Sequence[fx.Node], order: Order) -> tuple[State, ...] | None:
+def _of_order(
+    node: fx.Node, name: str, given: Sequence[fx.Node], order: SortOrder
+) -> tuple[State, ...] | None:
     """Numbers of rows: sorted, they are the inverse; divided by the rows of a token, the token's."""
     if name in _BLANK:
         return (Same(),)
@@ -95,7 +97,7 @@ def _of_order(node: fx.Node, name: str, given: Sequence[fx.Node], order: Order) 
     if name in ("floor_divide", "div") and len(given) == 1 and order.rows == 1:
         rows = node.args[1]
         whole = name == "floor_divide" or argument(node, "rounding_mode") is not None
-        return (Order(order.by, order.key, rows),) if isinstance(rows, int) and whole else None
+        return (SortOrder(order.by, order.key, rows),) if isinstance(rows, int) and whole else None
     if name in _WIDENED and _rows(given[0]) == symbolic(tensors_of(node)[0].shape[0]):
         return (order,)
     return None
@@ -109,7 +111,7 @@ def _taken(node: fx.Node, given: Sequence[fx.Node], states: Sequence[State]) -> 
     if not by_row:
         return None
     rows, number = states
-    if rows == Samples(0) and isinstance(number, Order):
+    if rows == Samples(0) and isinstance(number, SortOrder):
         return (Ordered(number.by, number.key),) if _rows(given[0]) * number.rows == _rows(given[1]) else None
     if isinstance(rows, Ordered) and isinstance(number, Inverse) and rows.by == number.by:
         return (Samples(0),)
@@ -121,8 +123,8 @@ def _put_back(node: fx.Node, given: Sequence[fx.Node], states: Sequence[State]) 
     if len(states) != 3 or int(argument(node, "dim", 0)) != 0:
         return None
     held, number, rows = states
-    own = isinstance(number, Order) and isinstance(rows, Ordered) and number.by == rows.by
-    fits = own and isinstance(number, Order) and _rows(given[0]) * number.rows == _rows(given[1])
+    own = isinstance(number, SortOrder) and isinstance(rows, Ordered) and number.by == rows.by
+    fits = own and isinstance(number, SortOrder) and _rows(given[0]) * number.rows == _rows(given[1])
     return (Samples(0),) if fits and (isinstance(held, Same) or held == Samples(0)) else None
 
 

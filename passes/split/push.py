@@ -22,7 +22,7 @@ from passes.graph.recomputed import draws_random_numbers
 from passes.shard.rules import makes_tensors
 from passes.shard.rules.shapes import shape
 from passes.shard.words import operands
-from passes.split.rules import Way, block, mapped_args, reads_any_part, ways_to_make, ways_to_read
+from passes.split.rules import SplitWay, block, mapped_args, reads_any_part, ways_to_make, ways_to_read
 from passes.split.shapes import chosen, read_by_result
 from passes.split.values import BlockedResults, BlockedTensor, Made, Range, Values, ranges_of
 from passes.split.windows import Window, proportional, window, window_from
@@ -88,7 +88,7 @@ class Pusher:
     # ------------------------------------------------------------------------------------------------------
     # Choosing
 
-    def _covered(self, way: Way) -> int:
+    def _covered(self, way: SplitWay) -> int:
         """Count the elements of blocked operands that the way reads in their own blocks' dimension."""
         return sum(
             math.prod(shape(source.meta["val"]))
@@ -97,7 +97,7 @@ class Pusher:
             and need.placement == Shard(made.dim)
         )
 
-    def _better_whole(self, way: Way) -> bool:
+    def _better_whole(self, way: SplitWay) -> bool:
         """Tell whether slicing what is whole costs more than the blocks save.
 
         An elementwise op joins blocks with a whole value that is larger, or as large when another reader has summed over
@@ -123,7 +123,7 @@ class Pusher:
     # ------------------------------------------------------------------------------------------------------
     # Making
 
-    def _blocks(self, way: Way, spans: Sequence[Range]) -> Made | None:
+    def _blocks(self, way: SplitWay, spans: Sequence[Range]) -> Made | None:
         node = way.node
         several = len(tensors_of(node)) > 1 or isinstance(node.meta["val"], list | tuple)
         if several and not read_by_result(node):
@@ -159,7 +159,7 @@ class Pusher:
         spans = ranges_of(sizes)
         return self._windows(found, spans) if len(sizes) > 1 and found.allows(spans) else None
 
-    def _sum(self, way: Way, spans: Sequence[Range]) -> Made | None:
+    def _sum(self, way: SplitWay, spans: Sequence[Range]) -> Made | None:
         node = way.node
         parts = self._attempt(
             node, spans, lambda k, span: block(self.values, way, span, self._name(node, k), first=k == 0), ()

@@ -57,7 +57,7 @@ _OPTIONAL_BIAS = CONVOLUTIONS | {aten.linear.default, aten.bilinear.default}
 
 
 @dataclass(frozen=True)
-class Way:
+class SplitWay:
     """One way to run an op in blocks. ``length``: elements of the dimension that blocks are given in."""
 
     node: fx.Node
@@ -98,24 +98,24 @@ def _placed(node: fx.Node, choice: Choice) -> Iterator[tuple[torch.Tensor, Any]]
     yield from zip(tensors_of(node), choice.outputs, strict=True)
 
 
-def ways_to_make(node: fx.Node, dim: int) -> Iterator[Way]:
+def ways_to_make(node: fx.Node, dim: int) -> Iterator[SplitWay]:
     """Yield ways that give the first result in blocks along ``dim``."""
     for choice in _usable(node):
         if choice.outputs[0] == Shard(dim) and all(isinstance(p, Shard) for p in choice.outputs):
-            yield Way(node, choice, int(tensors_of(node)[0].shape[dim]), summed=False)
+            yield SplitWay(node, choice, int(tensors_of(node)[0].shape[dim]), summed=False)
 
 
-def ways_to_read(node: fx.Node, position: int, dim: int) -> Iterator[Way]:
+def ways_to_read(node: fx.Node, position: int, dim: int) -> Iterator[SplitWay]:
     """Yield ways that take an operand in blocks along ``dim``: those that give blocks first, then those that give sums."""
     sums = []
     for choice in _usable(node):
         if choice.inputs[position].placement != Shard(dim):
             continue
-        way = Way(node, choice, int(operands(node)[position].meta["val"].shape[dim]), summed=False)
+        way = SplitWay(node, choice, int(operands(node)[position].meta["val"].shape[dim]), summed=False)
         if all(isinstance(p, Shard) for p in choice.outputs):
             yield way
         elif all(isinstance(p, Partial) for p in choice.outputs) and len(choice.outputs) == 1:
-            sums.append(Way(node, choice, way.length, summed=True))
+            sums.append(SplitWay(node, choice, way.length, summed=True))
     yield from sums
 
 
@@ -148,7 +148,7 @@ def _bias_can_be_left_out(node: fx.Node) -> bool:
 # Making blocks
 
 
-def block(values: Values, way: Way, span: Range, name: str, first: bool = True) -> fx.Node:
+def block(values: Values, way: SplitWay, span: Range, name: str, first: bool = True) -> fx.Node:
     """Make the op on one block: a block of the result, or a part of the sum. ``first``: add what is added once."""
     node, needs = way.node, iter(way.choice.inputs)
 
@@ -174,7 +174,7 @@ def block(values: Values, way: Way, span: Range, name: str, first: bool = True) 
 
 def _summand(
     values: Values,
-    way: Way,
+    way: SplitWay,
     span: Range,
     name: str,
     given: tuple[tuple[Any, ...], dict[str, Any]],
@@ -192,7 +192,7 @@ def _summand(
     return values.emit(name, aten.mul.Tensor, (mean, (span[1] - span[0]) / way.length), {}, node)
 
 
-def _resized(way: Way, span: Range, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _resized(way: SplitWay, span: Range, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Return sizes and counts among the arguments as the block has them."""
     node, target = way.node, way.node.target
     if target in SIZE_ARGUMENTS and isinstance(target, torch._ops.OpOverload):
@@ -217,7 +217,7 @@ def _resized(way: Way, span: Range, args: tuple[Any, ...], kwargs: dict[str, Any
     return args, kwargs
 
 
-def _cut(way: Way, position: int) -> bool:
+def _cut(way: SplitWay, position: int) -> bool:
     return isinstance(way.choice.inputs[position].placement, Shard)
 
 

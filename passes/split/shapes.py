@@ -16,7 +16,7 @@ from torch import fx
 
 from passes.graph.nodes import argument, tensors_of
 from passes.shard.rules.shapes import plain
-from passes.split.values import BlockedResults, BlockedTensor, Made, Pieces, Values, ranges_of
+from passes.split.values import BlockedResults, BlockedTensor, BlockRanges, Made, Values, ranges_of
 
 aten = torch.ops.aten
 
@@ -46,7 +46,7 @@ def chosen(values: Values, node: fx.Node) -> Made | None:
         return None
     if node.target in PARTING:
         sizes = tuple(int(tensor.shape[blocks.dim]) for tensor in tensors_of(node))
-        return Pieces(source, ranges_of(sizes)) if all(sizes) and read_by_result(node) else None
+        return BlockRanges(source, ranges_of(sizes)) if all(sizes) and read_by_result(node) else None
     length = int(tensors_of(source)[0].shape[blocks.dim])
     if node.target is aten.select.int:
         return _selected(values, node, blocks, plain(argument(node, "index")) % length)
@@ -97,7 +97,7 @@ def _projected(values: Values, node: fx.Node) -> Made | None:
     assert isinstance(source, fx.Node)
     assert isinstance(index, int)
     made = values.made[source]
-    if isinstance(made, Pieces):
+    if isinstance(made, BlockRanges):
         blocks = values.made[made.source]
         assert isinstance(blocks, BlockedTensor)
         return _within(values, blocks, *made.ranges[index])

@@ -28,7 +28,7 @@ from passes.shard.rules import makes_tensors
 from passes.shard.rules.shapes import shape
 from passes.shard.words import operands
 from passes.split.push import computed_from_state, mere_forms
-from passes.split.rules import CONVOLUTIONS, Way, reads_any_part, ways_to_read
+from passes.split.rules import CONVOLUTIONS, SplitWay, reads_any_part, ways_to_read
 from passes.split.shapes import PARTING, read_by_result
 from passes.split.values import ranges_of
 from runtime.ops.bags import EMBEDDING_BAG
@@ -167,7 +167,7 @@ class Strands:
             self._mark(source)
         return False
 
-    def _joins(self, way: Way) -> bool:
+    def _joins(self, way: SplitWay) -> bool:
         """Give the result to the strand of all operands that the way cuts, if they may become one."""
         node = way.node
         if len(way.dims()) != 1 or isinstance(node.meta["val"], list | tuple):
@@ -191,7 +191,7 @@ class Strands:
         self.of[node] = (dim, first)
         return True
 
-    def _beside_whole(self, way: Way) -> bool:
+    def _beside_whole(self, way: SplitWay) -> bool:
         """Tell whether a whole value, as large as the others, is computed beside: slicing it is no gain."""
         target = way.node.target
         if not isinstance(target, torch._ops.OpOverload) or torch.Tag.pointwise not in target.tags:

@@ -54,14 +54,14 @@ class BlockedResults:
 
 
 @dataclass(frozen=True)
-class Pieces:
+class BlockRanges:
     """Results that are ranges of a value in blocks (chunk along its blocks): no op at all."""
 
     source: fx.Node
     ranges: tuple[Range, ...]
 
 
-Made: TypeAlias = fx.Node | BlockedTensor | BlockedResults | Pieces
+Made: TypeAlias = fx.Node | BlockedTensor | BlockedResults | BlockRanges
 
 
 def ranges_of(sizes: tuple[int, ...]) -> tuple[Range, ...]:

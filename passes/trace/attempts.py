@@ -45,7 +45,7 @@ from passes.trace.errors import model_error
 from passes.trace.export import LossFunction, ModelWithLoss, export
 from passes.trace.held_parameters import HeldParameters
 from passes.trace.names import StateNames
-from passes.trace.opaque.cross import Crossing, NeedsSamplesError
+from passes.trace.opaque.cross import NeedsSamplesError, OpaqueParts
 from passes.trace.opaque.growth import watch_growth
 from passes.trace.opaque.parts import Parts
 from passes.trace.opaque.refused import PartError
@@ -74,7 +74,7 @@ class Subject:
     model_name: str
     dynamic: Mapping[str, frozenset[int]]
     precision: Precision
-    crossing: Crossing
+    crossing: OpaqueParts
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch._subclasses import FakeTensor
 
-from passes.trace.view_steps import Layout
+from passes.trace.view_steps import StridedLayout
 
 MOST_COMPARED = 2**26
 """The most elements that are compared one by one; larger tensors with gaps count as overlapping where their extents do."""
@@ -25,7 +25,7 @@ class MemoryPlace:
     space: tuple[str, int]
     start: int
     dtype: torch.dtype
-    layout: Layout
+    layout: StridedLayout
 
     @property
     def end(self) -> int:
@@ -78,7 +78,7 @@ def memory_place(tensor: Tensor) -> MemoryPlace | None:
     except NotImplementedError:  # a subclass that wraps other tensors
         return None
     offset_bytes = int(tensor.storage_offset()) * tensor.dtype.itemsize
-    layout = Layout.of(tensor)
+    layout = StridedLayout.of(tensor)
     has_address = not tensor.is_meta and not isinstance(tensor, FakeTensor) and storage.data_ptr()
     if has_address:
         space = str(tensor.device), 0

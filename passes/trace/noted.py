@@ -112,7 +112,7 @@ class Set(Noted):
             yield Change(self.path, f"{len(self.saved)} -> {len(self.found)} items", self.owner)
 
 
-class Values(Noted):
+class NotedValue(Noted):
     """An object whose state can be read and set as one value: a generator, a cell of a closure, an array, a class."""
 
     def __init__(

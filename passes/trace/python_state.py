@@ -34,11 +34,11 @@ from passes.trace.noted import (
     TENSOR_HOOKS,
     Change,
     Noted,
+    NotedValue,
     Numbers,
     Sequence,
     Set,
     Table,
-    Values,
     joined,
 )
 
@@ -186,7 +186,7 @@ class PythonState:
         owner: object,
         word: str = "",
     ) -> None:
-        self._noted.append(Values(path, read, write, owner, word))
+        self._noted.append(NotedValue(path, read, write, owner, word))
 
     def _note_function(self, path: str, function: types.FunctionType) -> Iterator[tuple[str, object, object]]:
         """Note what a function closes over, its defaults, and the globals that its code reads."""

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from cost_models.errors import ModelError
 from passes.trace.memory_place import MemoryPlace, memory_place
-from passes.trace.view_steps import Layout, view_steps
+from passes.trace.view_steps import StridedLayout, view_steps
 from runtime.state.state_view import StateView
 
 __all__ = ["Found", "SharedStorage", "shared_storage"]
@@ -172,7 +172,7 @@ def _found(owner: StateTensor, tensor: Tensor, place: MemoryPlace) -> Found:
     if place.dtype != owner.place.dtype:
         return Found(owner.name, None, why=f"one memory is read as {owner.place.dtype} and as {place.dtype}")
     offset = place.offset_in(owner.place)
-    layout = Layout(place.layout.size, place.layout.stride, offset or 0)
+    layout = StridedLayout(place.layout.size, place.layout.stride, offset or 0)
     inside = offset is not None and offset >= 0 and place.end <= owner.place.end
     steps = view_steps(owner.place.layout, layout) if inside else None
     if steps is None:

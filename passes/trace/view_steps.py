@@ -25,7 +25,7 @@ from runtime.state.state_view import ViewStep, taken
 
 
 @dataclass(frozen=True)
-class Layout:
+class StridedLayout:
     """The elements of a memory that a tensor reads: counted from its owner's first one."""
 
     size: tuple[int, ...]
@@ -33,7 +33,7 @@ class Layout:
     offset: int = 0
 
     @classmethod
-    def of(cls, tensor: Tensor, offset: int = 0) -> Layout:
+    def of(cls, tensor: Tensor, offset: int = 0) -> StridedLayout:
         return cls(tuple(tensor.size()), tuple(tensor.stride()), offset)
 
     @property
@@ -71,7 +71,7 @@ class Layout:
         return empty.as_strided(self.size, self.stride, self.offset)
 
 
-def view_steps(owner: Layout, view: Layout) -> tuple[ViewStep, ...] | None:
+def view_steps(owner: StridedLayout, view: StridedLayout) -> tuple[ViewStep, ...] | None:
     """Return the steps from ``owner`` to ``view``; None if there are none of this kind."""
     if view.offset < 0 or not view.elements:
         return None
@@ -85,14 +85,16 @@ def view_steps(owner: Layout, view: Layout) -> tuple[ViewStep, ...] | None:
     return None
 
 
-def _same(tensor: Tensor, view: Layout) -> bool:
+def _same(tensor: Tensor, view: StridedLayout) -> bool:
     """Tell whether ``tensor`` reads the elements of ``view`` in its order."""
-    own = Layout.of(tensor, int(tensor.storage_offset()))
+    own = StridedLayout.of(tensor, int(tensor.storage_offset()))
     strides = zip(view.size, view.stride, own.stride, strict=True) if own.size == view.size else None
     return strides is not None and own.offset == view.offset and all(n == 1 or a == b for n, a, b in strides)
 
 
-def _shapes(owner: Layout, view: Layout) -> Iterator[tuple[tuple[ViewStep, ...], Layout]]:
+def _shapes(
+    owner: StridedLayout, view: StridedLayout
+) -> Iterator[tuple[tuple[ViewStep, ...], StridedLayout]]:
     """Yield layouts of the owner's whole memory to index, with the steps that lead to them."""
     yield (), owner
     if not owner.is_dense:
@@ -102,10 +104,10 @@ def _shapes(owner: Layout, view: Layout) -> Iterator[tuple[tuple[ViewStep, ...],
     before: tuple[ViewStep, ...] = () if sorted_already else (("permute", tuple(order)),)
     for ends in _divisions(owner, view):
         shape = tuple(large // small for large, small in pairwise(ends))
-        yield (*before, ("reshape", shape)), Layout(shape, ends[1:])
+        yield (*before, ("reshape", shape)), StridedLayout(shape, ends[1:])
 
 
-def _divisions(owner: Layout, view: Layout) -> Iterator[tuple[int, ...]]:
+def _divisions(owner: StridedLayout, view: StridedLayout) -> Iterator[tuple[int, ...]]:
     """Yield descending strides to cut the owner's memory at, each a divisor of the one before, beginning with all of it."""
     elements = owner.elements
     yield (elements, 1)
@@ -119,7 +121,7 @@ def _divisions(owner: Layout, view: Layout) -> Iterator[tuple[int, ...]]:
         yield (*chain, 1)
 
 
-def _indexed(owner: Layout, view: Layout) -> tuple[ViewStep, ...] | None:
+def _indexed(owner: StridedLayout, view: StridedLayout) -> tuple[ViewStep, ...] | None:
     """Take each dimension of ``view`` from one of ``owner``: its beginning from the offset, its step from the stride."""
     starts = _starts(owner, view.offset)
     if starts is None:
@@ -164,7 +166,7 @@ def _indexed(owner: Layout, view: Layout) -> tuple[ViewStep, ...] | None:
     return tuple(steps)
 
 
-def _starts(owner: Layout, offset: int) -> list[int] | None:
+def _starts(owner: StridedLayout, offset: int) -> list[int] | None:
     """Return the index in ``owner`` of the element at ``offset``."""
     starts = [0] * len(owner.size)
     for d in sorted(range(len(owner.size)), key=lambda d: -owner.stride[d]):

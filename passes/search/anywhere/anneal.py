@@ -14,7 +14,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from cost_models.arrays import FloatArray, IntArray
-from passes.search.anywhere.placements import Placements
+from passes.search.anywhere.placements import PlacementBatch
 from passes.search.anywhere.problem import Home, PlacementProblem
 
 COLDEST = 2e-5
@@ -60,7 +60,7 @@ class _Chains:
         seed: int,
     ) -> None:
         self.problem = problem
-        self.now = Placements(problem, starts)
+        self.now = PlacementBatch(problem, starts)
         self.power = power
         self.lines = [list(line) for line in lines]
         self.position = [{u: i for i, u in enumerate(line)} for line in self.lines]

@@ -21,7 +21,7 @@ OVERFLOW_PRICE = 4.0
 
 
 @dataclass(frozen=True, eq=False)
-class Trial:
+class BatchMove:
     """A move of S units in all placements, and their loads after it; D nets and ties touch the units."""
 
     units: Sequence[int]
@@ -36,7 +36,7 @@ class Trial:
     memory: FloatArray
 
 
-class Placements:
+class PlacementBatch:
     """R placements of one problem, moved together."""
 
     def __init__(self, problem: PlacementProblem, homes: Sequence[Sequence[int]]) -> None:
@@ -98,7 +98,7 @@ class Placements:
             self._sums[key] = self.problem.sum_seconds(tie, np.flatnonzero(there).tolist())
         return self._sums[key]
 
-    def trial(self, units: Sequence[int], target: IntArray) -> Trial:
+    def trial(self, units: Sequence[int], target: IntArray) -> BatchMove:
         """Compute what all placements would cost with ``units`` on ``target`` [S, R]."""
         problem = self.problem
         change = self.one[target] - self.one[self.home[units]]
@@ -122,7 +122,7 @@ class Placements:
                 paid, copies = self._copies(ties, counts)
                 load += sign * paid
                 memory += sign * copies
-        return Trial(units, target, nets, held, ties, tied, load, memory)
+        return BatchMove(units, target, nets, held, ties, tied, load, memory)
 
     def _after(
         self,
@@ -140,7 +140,7 @@ class Placements:
         inside = np.array([[u in members[g] for u in units] for g in groups.tolist()], dtype=float)
         return groups, counts[groups] + np.tensordot(inside.reshape(len(groups), len(units)), change, axes=1)
 
-    def accept(self, trial: Trial, chosen: BoolArray) -> None:
+    def accept(self, trial: BatchMove, chosen: BoolArray) -> None:
         """Make a trial the state of the ``chosen`` [R] placements."""
         self.load[chosen], self.memory[chosen] = trial.load[chosen], trial.memory[chosen]
         for s, u in enumerate(trial.units):

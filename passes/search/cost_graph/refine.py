@@ -11,7 +11,7 @@ from collections import Counter, defaultdict
 
 import numpy as np
 
-from passes.search.anywhere.placements import Placements
+from passes.search.anywhere.placements import PlacementBatch
 from passes.search.anywhere.problem import Home
 from passes.search.cost_graph.graph import PlacementGraph
 from passes.search.cost_graph.groups import GroupProblem
@@ -32,7 +32,7 @@ def refined(graph: PlacementGraph, problem: GroupProblem, homes: Home) -> Home:
     space = problem.placement
     every = np.arange(space.devices)
     # one placement for each device that a group may go to: all equal until one is chosen for all
-    now = Placements(space, [homes] * space.devices)
+    now = PlacementBatch(space, [homes] * space.devices)
     top = float(now.load[0].max())
     for _ in range(PASSES):
         moved = False

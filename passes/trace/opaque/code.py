@@ -26,7 +26,7 @@ _PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.
 
 
 @dataclass(frozen=True)
-class Part:
+class OpaqueCode:
     """A part's code, and what is said of it. ``text``: the same for equal code in every process."""
 
     name: str
@@ -36,7 +36,7 @@ class Part:
     baked: tuple[Any, ...] = ()
 
 
-def of_module(name: str, module: nn.Module, model: nn.Module) -> Part:
+def of_module(name: str, module: nn.Module, model: nn.Module) -> OpaqueCode:
     """Copy a module of ``model`` without its tensors: they become arguments of the op."""
     own = _names(module)
     twins: dict[int, Any] = {id(tensor): _twin(tensor) for tensor, _ in own}
@@ -60,7 +60,7 @@ def of_module(name: str, module: nn.Module, model: nn.Module) -> Part:
     text = (
         f"{_module_name(type(module))}.{type(module).__qualname__} {_ADDRESS.sub('', repr(module))} {state}"
     )
-    return Part(name, Code(skeleton, state), source_of(type(module).forward), text)
+    return OpaqueCode(name, Code(skeleton, state), source_of(type(module).forward), text)
 
 
 def state_of(code: Code, module: nn.Module) -> list[Tensor]:
@@ -70,7 +70,7 @@ def state_of(code: Code, module: nn.Module) -> list[Tensor]:
     return [tables[names[0]] for names in code.state]
 
 
-def of_function(name: str, function: Any) -> Part:
+def of_function(name: str, function: Any) -> OpaqueCode:
     """Take a function of tensors, or a class of ``torch.autograd.Function``."""
     for held in _captured(function):
         if isinstance(held, nn.Module) and any(True for _ in held.parameters()):
@@ -83,7 +83,7 @@ def of_function(name: str, function: Any) -> Part:
     text = f"{_module_name(module)}.{where}"
     if isinstance(function, nn.Module):
         function = copy.deepcopy(function)
-    return Part(name, Code(function), source_of(called), text)
+    return OpaqueCode(name, Code(function), source_of(called), text)
 
 
 def _module_name(defined: Any) -> str:

@@ -19,7 +19,7 @@ from torch.utils import _pytree as pytree
 
 from passes.graph.nodes import is_size
 from passes.trace.opaque.code import (
-    Part,
+    OpaqueCode,
     checked_argument,
     identity_of,
     of_function,
@@ -60,7 +60,7 @@ _crossing.register_autograd(_never)
 
 
 @dataclass
-class Crossing:
+class OpaqueParts:
     """The opaque parts of one trace: ``modules``, by path, and the calls of Functions and decorated functions.
 
     ``samples``: what each part did with real arguments, by the part's name, call by call: in batches of one, two and
@@ -68,14 +68,14 @@ class Crossing:
     """
 
     model: nn.Module
-    modules: Mapping[str, Part]
-    loss: Part | None = None
+    modules: Mapping[str, OpaqueCode]
+    loss: OpaqueCode | None = None
     samples: Mapping[str, Sequence[Sequence[Observed]]] = field(default_factory=dict)
     calls: dict[str, Opaque] = field(default_factory=dict)
     _count: dict[str, int] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, model: nn.Module, paths: Sequence[str], loss_fn: Any, opaque_loss: bool) -> Crossing:
+    def of(cls, model: nn.Module, paths: Sequence[str], loss_fn: Any, opaque_loss: bool) -> OpaqueParts:
         """Take the code of the modules at ``paths``, and of the loss function if it is opaque."""
         parts = {}
         for path in paths:
@@ -117,7 +117,7 @@ class Crossing:
             return loss_fn
         return lambda output, batch: self._cross(part, [], (output, batch), {}, None)
 
-    def _stand_in(self, module: nn.Module, part: Part) -> Callable[..., Any]:
+    def _stand_in(self, module: nn.Module, part: OpaqueCode) -> Callable[..., Any]:
         @functools.wraps(module.forward)  # the batch's keys go to forward's arguments by their names
         def forward(*args: Any, **kwargs: Any) -> Any:
             return self._cross(part, state_of(part.code, module), args, kwargs, part.name)
@@ -150,7 +150,7 @@ class Crossing:
 
     def _cross(
         self,
-        part: Part,
+        part: OpaqueCode,
         state: Sequence[Tensor],
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
@@ -187,7 +187,12 @@ class Crossing:
         return pytree.tree_unflatten(leaves, seen.structure)
 
     def _opaque(
-        self, part: Part, state: Sequence[Tensor], args: tuple[Any, ...], kwargs: dict[str, Any], call: int
+        self,
+        part: OpaqueCode,
+        state: Sequence[Tensor],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        call: int,
     ) -> tuple[Opaque, list[Tensor], Observed]:
         leaves, spec = pytree.tree_flatten((args, kwargs))
         structure = Tree.of(spec)

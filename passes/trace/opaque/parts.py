@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 from torch import nn
 
 from cost_models.errors import ModelError, UsageError
-from passes.trace.opaque.cross import Crossing
+from passes.trace.opaque.cross import OpaqueParts
 from passes.trace.opaque.mark import is_marked
 from passes.trace.opaque.refused import OPAQUE_ADVICE, PartError, without_slices
 from passes.trace.opaque.sizes import Observed
@@ -54,10 +54,10 @@ class Parts:
             )
         return cls(model, loss_fn, _outermost(why))
 
-    def crossing(self) -> Crossing:
+    def crossing(self) -> OpaqueParts:
         """Make what lets these parts cross a trace."""
         paths = [path for path in self.why if path != LOSS]
-        found = Crossing.of(self.model, paths, self.loss_fn, LOSS in self.why)
+        found = OpaqueParts.of(self.model, paths, self.loss_fn, LOSS in self.why)
         found.samples = self.samples
         return found
 

@@ -22,8 +22,8 @@ from cost_models.units import listed
 from passes.costs.opaque import measure
 from passes.trace.batch import BatchDims, forward_arguments, map_tensors
 from passes.trace.export import cast_floating
-from passes.trace.opaque.code import Part, of_function, state_of
-from passes.trace.opaque.cross import Crossing, NeedsSamplesError
+from passes.trace.opaque.code import OpaqueCode, of_function, state_of
+from passes.trace.opaque.cross import NeedsSamplesError, OpaqueParts
 from passes.trace.opaque.mark import ACTIVE
 from passes.trace.opaque.parts import Parts
 from passes.trace.opaque.sizes import Observed, apart, applied, observe_real
@@ -41,7 +41,7 @@ Calls = dict[str, list[Observed]]
 def samples_of(
     parts: Parts,
     needed: NeedsSamplesError,
-    crossing: Crossing,
+    crossing: OpaqueParts,
     batch: Any,
     guess: BatchDims,
     dtype: torch.dtype | None,
@@ -143,7 +143,9 @@ def _resized(batch: Any, guess: BatchDims, times: int | None) -> Any:
     return map_tensors(batch, change)
 
 
-def _run(parts: Parts, crossing: Crossing, batch: Any, functions: bool, dtype: torch.dtype | None) -> Calls:
+def _run(
+    parts: Parts, crossing: OpaqueParts, batch: Any, functions: bool, dtype: torch.dtype | None
+) -> Calls:
     calls: Calls = {}
     model, loss_fn = parts.model, parts.loss_fn
     with (
@@ -164,7 +166,7 @@ def _run(parts: Parts, crossing: Crossing, batch: Any, functions: bool, dtype: t
 
 
 def _observed(
-    part: Part, state: Sequence[Tensor], args: Any, kwargs: Any, dtype: torch.dtype | None
+    part: OpaqueCode, state: Sequence[Tensor], args: Any, kwargs: Any, dtype: torch.dtype | None
 ) -> Observed:
     """Run a part on its own, on what it is given. ``dtype``: what the trace casts inputs and parameters to."""
 
@@ -194,7 +196,7 @@ def _observed(
 
 @contextlib.contextmanager
 def _recording(
-    crossing: Crossing, calls: Calls, functions: bool, dtype: torch.dtype | None
+    crossing: OpaqueParts, calls: Calls, functions: bool, dtype: torch.dtype | None
 ) -> Iterator[None]:
     """Record what every opaque part is called with; the calls of Functions and decorated functions if asked for."""
 

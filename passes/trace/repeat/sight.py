@@ -29,7 +29,7 @@ from passes.trace.draws import states_of_generators
 from passes.trace.held_parameters import HeldParameters
 from passes.trace.noted import same
 from passes.trace.python_state import names_in
-from passes.trace.repeat.values import UNREAD, Describer, Description, Same, UnknownError, tensor_words
+from passes.trace.repeat.values import UNREAD, ByIdentity, Describer, Description, UnknownError, tensor_words
 from runtime.user_code import OURS, TORCH
 
 _STANDARD = sysconfig.get_paths()["stdlib"]
@@ -102,7 +102,7 @@ def _attributes(
         if kind not in classes:
             classes[kind] = _class(kind, describer)
         children = tuple((name, child is None) for name, child in module._modules.items())
-        found[path, "__class__"] = Same(kind), classes[kind], children
+        found[path, "__class__"] = ByIdentity(kind), classes[kind], children
         for name, value in vars(module).items():
             if name not in _STRUCTURE:
                 found[path, name] = describer.describe(value)
@@ -204,8 +204,8 @@ def modes_now() -> Description:
         torch._C._get_math_sdp_enabled(),
         torch._C._get_mem_efficient_sdp_enabled(),
         torch._C._get_deterministic_algorithms(),
-        tuple(map(Same, _get_current_dispatch_mode_stack())),
-        tuple(map(Same, _function_modes())),
+        tuple(map(ByIdentity, _get_current_dispatch_mode_stack())),
+        tuple(map(ByIdentity, _function_modes())),
         tuple(tuple(table) for table in hooks),
     )
 
@@ -220,7 +220,7 @@ def _callers() -> Description:
     frame: types.FrameType | None = sys._getframe(1)
     while frame is not None:
         if not frame.f_code.co_filename.startswith(OURS):
-            calls.append((Same(frame.f_code), frame.f_lasti))
+            calls.append((ByIdentity(frame.f_code), frame.f_lasti))
         frame = frame.f_back
     return tuple(calls)
 

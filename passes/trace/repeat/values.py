@@ -58,13 +58,13 @@ class UnknownError(Exception):
 
 
 @dataclass(frozen=True, eq=False)
-class Same:
+class ByIdentity:
     """An object that equals itself alone."""
 
     value: object
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Same) and self.value is other.value
+        return isinstance(other, ByIdentity) and self.value is other.value
 
     def __hash__(self) -> int:
         return id(self.value)
@@ -143,12 +143,12 @@ class Describer:
             owner, types.ModuleType | type | None
         ):
             return value.__name__, self.describe(owner)
-        return Same(value)
+        return ByIdentity(value)
 
     def _parts(self, value: Any) -> Description:
         """Describe what makes up a container, a function, or an object with attributes."""
         if type(value) is object:
-            return Same(value)
+            return ByIdentity(value)
         if isinstance(value, (int, float, complex, str, bytes)):
             base = next(base for base in (int, float, complex, str, bytes) if isinstance(value, base))
             return base.__repr__(value), self._attributes(value)
@@ -167,15 +167,19 @@ class Describer:
         if isinstance(value, functools.partial):
             return self.describe(value.func), self.describe(value.args), self.describe(value.keywords)
         if isinstance(value, ContextVar):
-            return Same(value), self.describe(value.get(None))
+            return ByIdentity(value), self.describe(value.get(None))
         if isinstance(value, weakref.ref):
             return self.describe(value())
         if isinstance(value, np.ndarray):
-            return value.shape, value.dtype, value.tobytes() if value.size < MOST_VALUES else Same(value)
+            return (
+                value.shape,
+                value.dtype,
+                value.tobytes() if value.size < MOST_VALUES else ByIdentity(value),
+            )
         if isinstance(value, np.generic):
             return value.item()
         if type(value).__module__ in _LIBRARIES:
-            return Same(value)
+            return ByIdentity(value)
         if not hasattr(value, "__dict__") and not _slots(value):
             raise UnknownError(f"a {type(value).__name__}")
         return self._attributes(value), self._defaults(type(value))
@@ -183,7 +187,11 @@ class Describer:
     def _function(self, function: types.FunctionType) -> Description:
         cells = (cell.cell_contents for cell in function.__closure__ or () if _is_set(cell))
         defaults = (function.__defaults__, function.__kwdefaults__)
-        return Same(function.__code__), tuple(map(self.describe, cells)), tuple(map(self.describe, defaults))
+        return (
+            ByIdentity(function.__code__),
+            tuple(map(self.describe, cells)),
+            tuple(map(self.describe, defaults)),
+        )
 
     def _attributes(self, value: Any) -> Description:
         slots = ((name, self.describe(getattr(value, name))) for name in _slots(value))
@@ -200,7 +208,7 @@ class Describer:
 
     def _tensor(self, tensor: Tensor) -> Description:
         if self._by_identity:
-            return Same(tensor), tensor._version
+            return ByIdentity(tensor), tensor._version
         number = next((n for n, known in enumerate(self.tensors) if known is tensor), None)
         if number is not None:
             return Tensor, number
@@ -236,7 +244,7 @@ def size_word(size: Any) -> Description:
     if not isinstance(size, torch.SymInt | torch.SymFloat | torch.SymBool):
         return size
     expression = size.node.expr
-    return (expression, Same(size.node)) if getattr(expression, "is_symbol", False) else expression
+    return (expression, ByIdentity(size.node)) if getattr(expression, "is_symbol", False) else expression
 
 
 def _is_set(cell: types.CellType) -> bool:

@@ -136,11 +136,11 @@ class Relaxations:
         for runs, schedule, chunks in self._arrangements():
             unit = runs[0].replicas * (1 if fixed == "auto" else fixed)
 
-            def solved(number: int, like: GroupOption, unit: int = unit) -> Solved | None:
+            def solved(number: int, like: GroupOption, unit: int = unit) -> SolvedRelaxation | None:
                 smaller = self.given.doing(replace(self.search.job, batch_size=number * unit))
                 samples = unit if fixed == "auto" else number * unit // fixed
                 option = replace(like, samples=samples, microbatches=number * unit // samples)
-                return Solved.of(smaller, [option])
+                return SolvedRelaxation.of(smaller, [option])
 
             like = GroupOption(runs, unit, 1, schedule, chunks)
             number, found = largest(partial(solved, like=like), -(-size // unit))
@@ -178,7 +178,7 @@ class Relaxations:
         cluster = self.search.cluster
         shapes = {(run.tensor, o.chunks) for o in self.leanest for run in o.runs}
 
-        def solved(count: int) -> Solved | None:
+        def solved(count: int) -> SolvedRelaxation | None:
             larger = with_more_nodes(cluster, count)
             if larger is None:
                 return None
@@ -188,7 +188,7 @@ class Relaxations:
                 for o in grown.search.options()
                 if all((run.tensor, o.chunks) in shapes and run.replicas == o.samples for run in o.runs)
             ]
-            return Solved.of(grown, alike)
+            return SolvedRelaxation.of(grown, alike)
 
         count, found = smallest(solved, MOST_TIMES * len(cluster.ranks_per_node))
         larger = with_more_nodes(cluster, count)
@@ -245,24 +245,24 @@ def infeasible(
 
 
 @dataclass(frozen=True, eq=False)
-class Solved:
+class SolvedRelaxation:
     """Options that were solved on a changed job or cluster."""
 
     relaxed: Relaxed
     options: tuple[SolvedOption, ...]
 
     @staticmethod
-    def of(relaxed: Relaxed, options: Sequence[GroupOption]) -> Solved | None:
+    def of(relaxed: Relaxed, options: Sequence[GroupOption]) -> SolvedRelaxation | None:
         """Solve them; None if nothing fits by the search's own count."""
         found = relaxed.solved(options)
-        return Solved(relaxed, tuple(found)) if found else None
+        return SolvedRelaxation(relaxed, tuple(found)) if found else None
 
     def simulated(self) -> Simulated | None:
         """Simulate the best; None if nothing fits."""
         return self.relaxed.fastest(self.options)
 
 
-def largest(solved: Callable[[int], Solved | None], end: int) -> tuple[int, Simulated | None]:
+def largest(solved: Callable[[int], SolvedRelaxation | None], end: int) -> tuple[int, Simulated | None]:
     """Find the largest number below ``end`` that fits, if 1 does, by bisection; smaller where simulations overflow."""
     low, high = 1, max(2, end)
     best = solved(low) if end > 1 else None
@@ -279,7 +279,7 @@ def largest(solved: Callable[[int], Solved | None], end: int) -> tuple[int, Simu
     return low, found
 
 
-def smallest(solved: Callable[[int], Solved | None], most: int) -> tuple[int, Simulated | None]:
+def smallest(solved: Callable[[int], SolvedRelaxation | None], most: int) -> tuple[int, Simulated | None]:
     """Find the smallest number that fits: twice as large each time, up to ``most``, then by bisection."""
     low, high = 0, 1
     best = solved(high)

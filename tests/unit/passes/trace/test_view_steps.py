@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from passes.trace.view_steps import Layout, view_steps
+from passes.trace.view_steps import StridedLayout, view_steps
 from runtime.state.state_view import StateView, taken
 
 
@@ -40,7 +40,7 @@ def test_random_views_are_taken_again_of_any_tensor_of_the_same_shape() -> None:
         for _ in range(draw.randint(0, 3)):
             if view.dim():
                 view = draw.choice(MOVES)(view, draw)
-        steps = view_steps(Layout.of(owner), Layout.of(view, view.storage_offset()))
+        steps = view_steps(StridedLayout.of(owner), StridedLayout.of(view, view.storage_offset()))
         assert steps is not None, (owner.shape, view.shape, view.stride())
         again = taken(steps, owner.contiguous())  # ranks hold owners in other orders of memory
         assert again.shape == view.shape
@@ -60,13 +60,13 @@ def test_random_views_are_taken_again_of_any_tensor_of_the_same_shape() -> None:
 def test_a_view_is_written_as_indexing(view: Callable[[Tensor], Tensor], text: str) -> None:
     owner = torch.zeros(4, 6)
     made = view(owner)
-    steps = view_steps(Layout.of(owner), Layout.of(made, made.storage_offset()))
+    steps = view_steps(StridedLayout.of(owner), StridedLayout.of(made, made.storage_offset()))
     assert steps is not None
     assert str(StateView("w", steps, tuple(made.shape))) == text
 
 
 def test_no_steps_lead_to_elements_that_no_view_op_takes() -> None:
-    owner = Layout.of(torch.zeros(12))
-    assert view_steps(owner, Layout((3, 4), (1, 1))) is None, "windows that overlap"
-    assert view_steps(owner, Layout((3,), (1,), -2)) is None, "before the owner's first element"
-    assert view_steps(Layout((2, 2), (6, 1)), Layout((4,), (1,))) is None, "in the owner's gaps"
+    owner = StridedLayout.of(torch.zeros(12))
+    assert view_steps(owner, StridedLayout((3, 4), (1, 1))) is None, "windows that overlap"
+    assert view_steps(owner, StridedLayout((3,), (1,), -2)) is None, "before the owner's first element"
+    assert view_steps(StridedLayout((2, 2), (6, 1)), StridedLayout((4,), (1,))) is None, "in the owner's gaps"

@@ -12,7 +12,7 @@ import pytest
 from passes.search.anywhere.anneal import anneal
 from passes.search.anywhere.bound import simple_bound, work_bound
 from passes.search.anywhere.pairs import divided
-from passes.search.anywhere.placements import Placements
+from passes.search.anywhere.placements import PlacementBatch
 from passes.search.anywhere.problem import Home, Net, PlacementProblem, evaluate, legal
 from passes.search.anywhere.program import alike, solve_program
 from tests.support.matrix import some
@@ -81,7 +81,7 @@ def test_who_pays_for_a_net_that_two_devices_read() -> None:
 @pytest.mark.parametrize("seed", some(range(24)))
 def test_moves_keep_the_loads_that_the_definition_has(seed: int) -> None:
     problem, draw = sample(seed), np.random.default_rng(seed)
-    now = Placements(problem, draw.integers(0, problem.devices, (3, problem.units)).tolist())
+    now = PlacementBatch(problem, draw.integers(0, problem.devices, (3, problem.units)).tolist())
     for step in range(20):
         units = draw.choice(problem.units, 1 + step % 3, replace=False).tolist()
         trial = now.trial(units, draw.integers(0, problem.devices, (len(units), 3)))
