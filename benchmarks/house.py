@@ -98,7 +98,7 @@ def count_house(house: House) -> Counts:
         upward_imports=[str(entry) for entry in upward(house)],
         file_circles=knots(frozenset((entry.importer, entry.imported) for entry in house.imports)),
         room_circles=dict(rooms),
-        homonyms=_homonyms(house),
+        homonyms=homonyms(house),
         strategy_dispatches=list(_dispatches(house)),
         tuning_constants=[place for place in numbers if SEARCH_FILES.match(place.partition(".py")[0])],
         constants=len(numbers),

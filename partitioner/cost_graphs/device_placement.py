@@ -21,7 +21,7 @@ SAME_COST = 1e-6
 """Costs of edges out of one node that differ by less are one value, the largest of them."""
 
 
-class _NodeEntry(Record, strict=False, extra="ignore"):
+class _OperatorEntry(Record, strict=False, extra="ignore"):
     id: int | str
     name: str | None = None
     supportedOnFpga: bool = True  # noqa: N815 - the file's own names
@@ -44,7 +44,7 @@ class DevicePlacementFile(Record, strict=False, extra="ignore"):
     maxSizePerFPGA: Amount | None = None  # noqa: N815
     maxFPGAs: Natural  # noqa: N815
     maxCPUs: Natural = 0  # noqa: N815
-    nodes: tuple[_NodeEntry, ...]
+    nodes: tuple[_OperatorEntry, ...]
     edges: tuple[_EdgeEntry, ...]
 
 

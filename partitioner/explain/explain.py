@@ -19,7 +19,7 @@ from passes.costs.costs import costs_of
 from passes.graph.blocks import regions_of_stages
 from passes.graph.part import part_of
 from passes.lower.job import Job
-from passes.search.explain import Way
+from passes.search.explain import PlacedWay
 from passes.search.feature.explain import Alternatives, alternatives
 from passes.search.feature.setting import PartPlace, Setting
 from passes.search.recomputed import Regions
@@ -132,7 +132,7 @@ def _why(choices: Alternatives) -> str:
     return f"the cheapest of {len(choices.ways)} ways. {_next_best(chosen, others)}"
 
 
-def _next_best(chosen: Way, others: list[Way]) -> str:
+def _next_best(chosen: PlacedWay, others: list[PlacedWay]) -> str:
     """Compare the others with the chosen one: what more they compute and send."""
     rest = [way for way in others if way.possible]
     if not rest:

@@ -9,7 +9,7 @@ from typing import Any
 from cost_models.shown import ShownInNotebooks, printable
 from cost_models.units import format_bytes, format_seconds
 from partitioner.report.text import columns, labelled
-from passes.search.explain import Way
+from passes.search.explain import PlacedWay
 
 MOST_WAYS = 20
 """The most ways that the text shows; ``ways`` has all."""
@@ -22,7 +22,7 @@ class Explanation(ShownInNotebooks):
 
     name: str
     facts: Mapping[str, str]
-    ways: tuple[Way, ...]
+    ways: tuple[PlacedWay, ...]
 
     @property
     def why(self) -> str:
@@ -43,7 +43,7 @@ class Explanation(ShownInNotebooks):
         }
 
 
-def _table(ways: tuple[Way, ...]) -> str:
+def _table(ways: tuple[PlacedWay, ...]) -> str:
     chosen = next(way for way in ways if way.chosen)
     shown = list(ways[:MOST_WAYS])
     if chosen not in shown:

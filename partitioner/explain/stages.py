@@ -18,7 +18,7 @@ from partitioner.record.modules import shorten
 from partitioner.record.rebuild import simulate_plan, split_graph
 from passes.costs.costs import costs_of
 from passes.lower.job import Job
-from passes.search.explain import Way
+from passes.search.explain import PlacedWay
 from passes.search.free.explain import moved_together, ways_elsewhere
 from passes.search.free.judge import ListJudge
 
@@ -60,7 +60,7 @@ def of_free(plan: PlanData, name: str, graph: OpGraph | None) -> Explanation:
     return Explanation(name, facts, ways)
 
 
-def _why_there(ways: tuple[Way, ...], plan: PlanData) -> str:
+def _why_there(ways: tuple[PlacedWay, ...], plan: PlanData) -> str:
     """Compare the device with the others."""
     chosen = next(way for way in ways if way.chosen)
     others = [way for way in ways if not way.chosen]

@@ -55,7 +55,7 @@ def backward_peak(
     their ops saved and the gradients of their results.
     """
     exact = costs.exact(batch_size)
-    walk = _Walk(graph, exact, ops, batch_size, regions)
+    walk = _BackwardWalk(graph, exact, ops, batch_size, regions)
     for op in reversed(ops):
         later = deferring and exact.weight_half[op]
         if op in walk.trained:
@@ -87,7 +87,7 @@ class BackwardWork:
 def backward_work(graph: OpGraph, costs: GraphCosts, batch_size: int) -> BackwardWork:
     """Return what the backward of the whole graph holds at each op."""
     ops = range(len(costs.ops))
-    walk = _Walk(graph, costs.exact(batch_size), ops, batch_size, ())
+    walk = _BackwardWalk(graph, costs.exact(batch_size), ops, batch_size, ())
     work = BackwardWork(np.zeros(len(ops)), np.zeros(len(ops)))
     left = walk.saved_before
     for op in reversed(ops):
@@ -99,7 +99,7 @@ def backward_work(graph: OpGraph, costs: GraphCosts, batch_size: int) -> Backwar
     return work
 
 
-class _Walk:
+class _BackwardWalk:
     """The storages that are alive while a backward goes on."""
 
     def __init__(

@@ -110,7 +110,7 @@ def profile(
         if backend != "math" and not dense:
             return _profile_attention(signature, call, backend)
     try:
-        return _Run(signature, symbols, device_kind).profile(backend)
+        return _FakeRun(signature, symbols, device_kind).profile(backend)
     except (ArithmeticError, IndexError, NotImplementedError, RuntimeError, TypeError, ValueError) as error:
         logger.debug("cannot run %s alone (%s); estimating its cost", signature.target, error)
         return _estimate(signature, symbols)
@@ -123,7 +123,7 @@ def _profile_opaque(
     if not opaque.measured:
         try:
             with no_compile():
-                return _Run(signature, symbols, device_kind).profile(None)
+                return _FakeRun(signature, symbols, device_kind).profile(None)
         except Exception as error:  # noqa: BLE001 - the user's code may raise anything
             logger.debug("cannot run %s on fake tensors (%s)", opaque, error)
     guess = _estimate(signature, symbols)
@@ -153,7 +153,7 @@ def _profile_opaque(
     return replace(guess, structure=structure, work=work, storage_bytes=(*guess.storage_bytes, own_bytes))
 
 
-class _Run:
+class _FakeRun:
     """One op on fake tensors: forward with saved tensors, then backward."""
 
     def __init__(self, signature: Signature, symbols: Mapping[sympy.Symbol, int], device_kind: str) -> None:

@@ -19,19 +19,19 @@ from torch import nn
 
 from passes.trace.python_state import names_in
 
-Function = TypeVar("Function")
+FunctionT = TypeVar("FunctionT")
 
 DEEPEST = 8
 """Objects in objects, and functions that functions call, are looked into so far. By hand."""
 
 
-def copied_function(function: Function, copies: Mapping[int, Any]) -> Function:
+def copied_function(function: FunctionT, copies: Mapping[int, Any]) -> FunctionT:
     """Return ``function`` with ``copies`` in place of what it holds, or ``function`` itself where it holds none of them.
 
     ``copies``: by the ``id`` of what each is a copy of, as ``copy.deepcopy`` fills its memory. What is looked into:
     closures, globals that the code names, defaults, ``functools.partial``, methods, and objects that hold any of these.
     """
-    found: Function = _Copier(copies).copied(function)
+    found: FunctionT = _Copier(copies).copied(function)
     return found
 
 

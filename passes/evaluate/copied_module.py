@@ -21,7 +21,7 @@ from passes.graph.nodes import storage_key
 from passes.trace.view_steps import StridedLayout
 
 Convert: TypeAlias = Callable[[Tensor], Tensor]
-Function = TypeVar("Function", bound=Callable[..., Any] | None)
+OptionalFunctionT = TypeVar("OptionalFunctionT", bound=Callable[..., Any] | None)
 
 
 def copied_module(model: nn.Module) -> nn.Module:
@@ -29,7 +29,7 @@ def copied_module(model: nn.Module) -> nn.Module:
     return copied_with(model, None)[0]
 
 
-def copied_with(model: nn.Module, loss_fn: Function) -> tuple[nn.Module, Function]:
+def copied_with(model: nn.Module, loss_fn: OptionalFunctionT) -> tuple[nn.Module, OptionalFunctionT]:
     """Copy a model, and a loss function that reads the copy wherever it read the model (``copied_function``)."""
     memo = _tensor_copies(model)
     copied = copy.deepcopy(model, memo)

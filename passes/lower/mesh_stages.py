@@ -31,7 +31,7 @@ from runtime.schedules import SCHEDULES
 
 
 @dataclass(frozen=True)
-class _Stage:
+class _MeshStage:
     """A stage, and all that its numbers follow from."""
 
     index: int
@@ -83,16 +83,16 @@ class MeshStages:
         self._sharded = {key: own for key, own in self._sharded.items() if key in used}
         return found
 
-    def _stages(self, candidate: Candidate, segmentation: Segmentation) -> Iterator[_Stage]:
+    def _stages(self, candidate: Candidate, segmentation: Segmentation) -> Iterator[_MeshStage]:
         shared, copied = shared_state(self.graph, segmentation), segmentation.recomputed
         for index, ops, placement in meshes_of(self.graph, segmentation, candidate.shardings):
             key, names = stage_key(self.graph, ops, copied, placement, shared)
             number = {name: i for i, name in enumerate(names.nodes)}
             regions = tuple(tuple(number[name] for name in own) for own in segmentation.regions_of(index))
             around = (*self._computers(placement.mesh), *self._links(placement.mesh))
-            yield _Stage(index, ops, copied, placement, shared, key, names, regions, around)
+            yield _MeshStage(index, ops, copied, placement, shared, key, names, regions, around)
 
-    def _multiple(self, stage: _Stage, unit: int) -> int:
+    def _multiple(self, stage: _MeshStage, unit: int) -> int:
         """Return the samples that a stage has multiples of, sharded for multiples of ``unit``."""
         key = (stage.key, unit)
         if key not in self._multiples:
@@ -100,7 +100,7 @@ class MeshStages:
             self._multiples[key] = samples_multiple(part, stage.placement, unit, stage.shared)
         return self._multiples[key]
 
-    def _on_shards(self, stage: _Stage, unit: int) -> tuple[ShardedGraph, StageNames]:
+    def _on_shards(self, stage: _MeshStage, unit: int) -> tuple[ShardedGraph, StageNames]:
         """Return the graph on shards of a stage, or of an equal one, with the names of that."""
         key = (stage.key, unit)
         if key not in self._sharded:
@@ -110,7 +110,7 @@ class MeshStages:
             self._sharded[key] = sharded, stage.names
         return self._sharded[key]
 
-    def _costed(self, stage: _Stage, unit: int, size: int, deferring: bool) -> tuple[OnMesh, StageNames]:
+    def _costed(self, stage: _MeshStage, unit: int, size: int, deferring: bool) -> tuple[OnMesh, StageNames]:
         """Cost a stage on its ranks, under the names of the one that was sharded."""
         sharded, names = self._on_shards(stage, unit)
         on_ranks = replace(sharded, placement=replace(sharded.placement, mesh=stage.placement.mesh))
@@ -133,7 +133,7 @@ class MeshStages:
         )
 
 
-def _named(stage: _Stage, costed: OnMesh, names: StageNames) -> OnMesh:
+def _named(stage: _MeshStage, costed: OnMesh, names: StageNames) -> OnMesh:
     """Return the numbers of an equal stage, which has these names, as those of ``stage``."""
     nodes = dict(zip(names.nodes, stage.names.nodes, strict=True))
     state = dict(zip(names.state, stage.names.state, strict=True))

@@ -70,7 +70,7 @@ _BACKWARD_OF_ATTENTION = 0.8
 
 
 @dataclass(frozen=True, eq=False)
-class _Rates:
+class _FastestRates:
     """The fastest that one device does anything, in seconds; 0 where nothing is known."""
 
     per_flop: FloatArray
@@ -174,7 +174,7 @@ class _Ops:
         )
         return flops, moved
 
-    def shared(self, size: int, times: float, rates: Sequence[_Rates], counts: FloatArray) -> float:
+    def shared(self, size: int, times: float, rates: Sequence[_FastestRates], counts: FloatArray) -> float:
         """Seconds of ``times`` micro-batches of ``size`` samples and the optimizer, shared without loss by all devices."""
         table = self.costs.at(size)
         flops, moved = self.work(size)
@@ -228,7 +228,7 @@ def _name(target: object) -> str:
     return target._schema.name.rpartition("::")[2] if isinstance(target, torch._ops.OpOverload) else ""
 
 
-def _rates(graph: OpGraph, costs: GraphCosts, job: Job, device: Device) -> _Rates:
+def _rates(graph: OpGraph, costs: GraphCosts, job: Job, device: Device) -> _FastestRates:
     """Find the fastest rates of a device."""
     signatures = costs.rates.signature_of
     times = device.op_times
@@ -261,12 +261,14 @@ def _rates(graph: OpGraph, costs: GraphCosts, job: Job, device: Device) -> _Rate
             per_flop[number] = least.per_flop * device.peak_flops(torch.float32) / device.peak_flops(dtype)
     if least is None:
         adds = device.kind != "cuda"
-        return _Rates(per_flop[signatures], 1.0 / bandwidth, device.launch_overhead_seconds, adds, optimizer)
-    return _Rates(per_flop[signatures], least.per_byte, least.overhead, False, optimizer)
+        return _FastestRates(
+            per_flop[signatures], 1.0 / bandwidth, device.launch_overhead_seconds, adds, optimizer
+        )
+    return _FastestRates(per_flop[signatures], least.per_byte, least.overhead, False, optimizer)
 
 
 @dataclass(frozen=True)
-class _Least:
+class _LeastCosts:
     """The least that any measured kind of op costs."""
 
     per_flop: float
@@ -274,7 +276,7 @@ class _Least:
     overhead: float
 
 
-def _least(times: OpTimes) -> _Least:
+def _least(times: OpTimes) -> _LeastCosts:
     """The least seconds per FLOP and byte of any size and kind, and the least seconds of anything.
 
     A curve is a power of the bytes between two points, so seconds per byte are least at a point; so are seconds.
@@ -295,4 +297,4 @@ def _least(times: OpTimes) -> _Least:
     # A part may be a kind that was not measured, of which FLOPs are not charged.
     per_flop = min(cost.seconds_per_flop for cost in lines) if kinds >= ARITHMETIC else 0.0
     per_byte = min((seconds / moved for moved, seconds in points), default=0.0)
-    return _Least(per_flop, per_byte, min(overheads, default=0.0))
+    return _LeastCosts(per_flop, per_byte, min(overheads, default=0.0))

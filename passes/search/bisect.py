@@ -38,7 +38,7 @@ class PipelineValue(Protocol):
         """Equal for equal pipelines."""
 
 
-Found = TypeVar("Found", bound=PipelineValue)
+SolutionT = TypeVar("SolutionT", bound=PipelineValue)
 Found_co = TypeVar("Found_co", bound=PipelineValue, covariant=True)
 End = tuple[int, int]
 """(stages, state in which the first of them is)."""
@@ -63,22 +63,22 @@ class BottleneckProgram(Protocol[Found_co]):
 
 
 @dataclass(frozen=True)
-class Bisected(Generic[Found]):
+class Bisected(Generic[SolutionT]):
     """``found``: distinct, best first; empty if nothing fits. No pipeline is below ``bound_seconds``."""
 
-    found: tuple[Found, ...]
+    found: tuple[SolutionT, ...]
     bound_seconds: float
     optimal: bool
     thresholds: int
     """Bottlenecks that the program was solved for."""
 
 
-class Bisection(Generic[Found]):
+class Bisection(Generic[SolutionT]):
     """Branch and bound over intervals of bottlenecks of one problem."""
 
     def __init__(
         self,
-        program: BottleneckProgram[Found],
+        program: BottleneckProgram[SolutionT],
         *,
         keep: int,
         relative_gap: float,
@@ -91,12 +91,12 @@ class Bisection(Generic[Found]):
         """
         self.program, self.keep, self.deadline = program, keep, deadline
         self.gap, self.cutoff = relative_gap, cutoff_seconds
-        self.found: dict[Hashable, Found] = {}
+        self.found: dict[Hashable, SolutionT] = {}
         self.best_seconds = math.inf
         self.best_threshold = math.inf
         self.solved = 0
 
-    def run(self) -> Bisected[Found]:
+    def run(self) -> Bisected[SolutionT]:
         """Search."""
         intervals = self._start()
         while intervals:
@@ -136,7 +136,7 @@ class Bisection(Generic[Found]):
             below, hi = solved
         return [(self._bound(below, lo), lo, max(lo, hi), below)]
 
-    def _result(self, remaining: float) -> Bisected[Found]:
+    def _result(self, remaining: float) -> Bisected[SolutionT]:
         self._other_stage_counts()
         found = sorted(self.found.values(), key=lambda s: (s.objective_seconds, s.stages))
         best = found[0].objective_seconds if found else math.inf
@@ -167,7 +167,7 @@ class Bisection(Generic[Found]):
             self.best_seconds, self.best_threshold = found.objective_seconds, bottleneck
         return ends[0][0], min(found.bottleneck_seconds, bottleneck)
 
-    def _keep(self, end: End) -> Found:
+    def _keep(self, end: End) -> SolutionT:
         found = self.program.trace(end)
         self.found.setdefault(found.identity, found)
         return found

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class Way:
+class PlacedWay:
     """One way, and the step with it, everything else as it is. Seconds per step."""
 
     layout: str

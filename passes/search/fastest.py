@@ -41,7 +41,7 @@ def fastest_of(
 
     Raises what the first provider says if nothing fits, KeyboardInterrupt if nothing is found yet.
     """
-    search, interrupted = _Search(judge, time.perf_counter(), deadline), False
+    search, interrupted = _ProviderRuns(judge, time.perf_counter(), deadline), False
     try:
         for number, provider in enumerate(providers):
             search.run(provider, others=len(providers) - 1 - number + len(parts))
@@ -91,7 +91,7 @@ def share_of_need(judge: Judge, simulated: Simulated) -> float:
     return min(d.memory_bytes / peak for d, peak in zip(devices, simulated.peak_bytes, strict=True) if peak)
 
 
-class _Search:
+class _ProviderRuns:
     """The providers that ran so far, and what was simulated of theirs."""
 
     def __init__(self, judge: Judge, started: float, deadline: float) -> None:

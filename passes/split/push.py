@@ -24,7 +24,7 @@ from passes.shard.rules.shapes import shape
 from passes.shard.words import operands
 from passes.split.rules import SplitWay, block, mapped_args, reads_any_part, ways_to_make, ways_to_read
 from passes.split.shapes import chosen, read_by_result
-from passes.split.values import BlockedResults, BlockedTensor, Made, Range, Values, ranges_of
+from passes.split.values import BlockedResults, BlockedTensor, Range, SplitGraph, SplitResult, ranges_of
 from passes.split.windows import Window, proportional, window, window_from
 from runtime.segment.recompute import writes_statistics
 
@@ -35,14 +35,14 @@ log = logging.getLogger("partitioner")
 class Pusher:
     """The maker of blocks. ``written``: the buffers that an op's blocks write, by op."""
 
-    def __init__(self, graph: OpGraph, values: Values) -> None:
+    def __init__(self, graph: OpGraph, values: SplitGraph) -> None:
         self.graph, self.values = graph, values
         self.written: dict[str, set[str]] = {}
         self.read_whole: set[fx.Node] = set()
         self.of_state = computed_from_state(graph)
         values.pull = self._pull
 
-    def made(self, node: fx.Node, dim: int, sizes: tuple[int, ...]) -> Made | None:
+    def made(self, node: fx.Node, dim: int, sizes: tuple[int, ...]) -> SplitResult | None:
         """Make an op in blocks that were asked for; None if it cannot run in them."""
         spans = ranges_of(sizes)
         for way in ways_to_make(node, dim):
@@ -53,7 +53,7 @@ class Pusher:
             return self._windows(found, spans)
         return chosen(self.values, node)
 
-    def pushed(self, node: fx.Node) -> Made | None:
+    def pushed(self, node: fx.Node) -> SplitResult | None:
         """Make what an op gives on blocks that it reads; None if it reads whole operands."""
         result = chosen(self.values, node)
         if result is not None or not makes_tensors(node):
@@ -123,7 +123,7 @@ class Pusher:
     # ------------------------------------------------------------------------------------------------------
     # Making
 
-    def _blocks(self, way: SplitWay, spans: Sequence[Range]) -> Made | None:
+    def _blocks(self, way: SplitWay, spans: Sequence[Range]) -> SplitResult | None:
         node = way.node
         several = len(tensors_of(node)) > 1 or isinstance(node.meta["val"], list | tuple)
         if several and not read_by_result(node):
@@ -143,7 +143,7 @@ class Pusher:
             else BlockedTensor(way.dims()[0], nodes, made[0])
         )
 
-    def _windows(self, found: Window, spans: Sequence[Range]) -> Made | None:
+    def _windows(self, found: Window, spans: Sequence[Range]) -> SplitResult | None:
         node = found.node
         nodes = self._attempt(
             node, spans, lambda k, span: found.block(self.values, span, self._name(node, k)), (found.dim,)
@@ -151,7 +151,7 @@ class Pusher:
         sizes = tuple(end - begin for begin, end in spans)
         return None if nodes is None else BlockedTensor(found.dim, nodes, sizes)
 
-    def _windows_from(self, node: fx.Node, made: BlockedTensor) -> Made | None:
+    def _windows_from(self, node: fx.Node, made: BlockedTensor) -> SplitResult | None:
         found = window_from(node, made.dim)
         if found is None:
             return None
@@ -159,7 +159,7 @@ class Pusher:
         spans = ranges_of(sizes)
         return self._windows(found, spans) if len(sizes) > 1 and found.allows(spans) else None
 
-    def _sum(self, way: SplitWay, spans: Sequence[Range]) -> Made | None:
+    def _sum(self, way: SplitWay, spans: Sequence[Range]) -> SplitResult | None:
         node = way.node
         parts = self._attempt(
             node, spans, lambda k, span: block(self.values, way, span, self._name(node, k), first=k == 0), ()

@@ -26,7 +26,7 @@ from passes.shard.rules.reductions import MEAN
 from passes.shard.rules.shapes import plain
 from passes.shard.sizes import COUNTS, SIZE_ARGUMENTS
 from passes.shard.words import Choice, operands
-from passes.split.values import Range, Values
+from passes.split.values import Range, SplitGraph
 
 aten = torch.ops.aten
 
@@ -148,7 +148,7 @@ def _bias_can_be_left_out(node: fx.Node) -> bool:
 # Making blocks
 
 
-def block(values: Values, way: SplitWay, span: Range, name: str, first: bool = True) -> fx.Node:
+def block(values: SplitGraph, way: SplitWay, span: Range, name: str, first: bool = True) -> fx.Node:
     """Make the op on one block: a block of the result, or a part of the sum. ``first``: add what is added once."""
     node, needs = way.node, iter(way.choice.inputs)
 
@@ -173,7 +173,7 @@ def block(values: Values, way: SplitWay, span: Range, name: str, first: bool = T
 
 
 def _summand(
-    values: Values,
+    values: SplitGraph,
     way: SplitWay,
     span: Range,
     name: str,
@@ -221,7 +221,7 @@ def _cut(way: SplitWay, position: int) -> bool:
     return isinstance(way.choice.inputs[position].placement, Shard)
 
 
-def mapped_args(values: Values, node: fx.Node, known: Mapping[fx.Node, fx.Node]) -> Any:
+def mapped_args(values: SplitGraph, node: fx.Node, known: Mapping[fx.Node, fx.Node]) -> Any:
     """Return (args, kwargs) of an op in the new graph: ``known`` operands, and all others whole."""
 
     def mapped(given: Any) -> Any:

@@ -16,7 +16,7 @@ from torch import fx
 
 from passes.graph.nodes import argument, tensors_of
 from passes.shard.rules.shapes import plain
-from passes.split.values import BlockedResults, BlockedTensor, BlockRanges, Made, Values, ranges_of
+from passes.split.values import BlockedResults, BlockedTensor, BlockRanges, SplitGraph, SplitResult, ranges_of
 
 aten = torch.ops.aten
 
@@ -31,7 +31,7 @@ PARTING = (
 _JOINING = (aten.cat.default,)
 
 
-def chosen(values: Values, node: fx.Node) -> Made | None:
+def chosen(values: SplitGraph, node: fx.Node) -> SplitResult | None:
     """Make the result of an op that chooses among blocks, or lines them up; None for other ops."""
     if node.target is operator.getitem:
         return _projected(values, node)
@@ -80,19 +80,19 @@ def _length(node: fx.Node, dim: int) -> int:
     return int(tensors_of(node)[0].shape[dim])
 
 
-def _within(values: Values, blocks: BlockedTensor, begin: int, end: int) -> Made:
+def _within(values: SplitGraph, blocks: BlockedTensor, begin: int, end: int) -> SplitResult:
     found = values.within(blocks, begin, end)
     return found if len(found.nodes) > 1 else found.nodes[0]
 
 
-def _selected(values: Values, node: fx.Node, blocks: BlockedTensor, index: int) -> Made:
+def _selected(values: SplitGraph, node: fx.Node, blocks: BlockedTensor, index: int) -> SplitResult:
     for source, (begin, end) in zip(blocks.nodes, blocks.ranges, strict=True):
         if begin <= index < end:
             return values.emit(node.name, node.target, (source, blocks.dim, index - begin), {}, node)
     raise IndexError(index)
 
 
-def _projected(values: Values, node: fx.Node) -> Made | None:
+def _projected(values: SplitGraph, node: fx.Node) -> SplitResult | None:
     source, index = node.args
     assert isinstance(source, fx.Node)
     assert isinstance(index, int)
@@ -111,7 +111,7 @@ def _projected(values: Values, node: fx.Node) -> Made | None:
     return None
 
 
-def _lined_up(values: Values, node: fx.Node) -> Made | None:
+def _lined_up(values: SplitGraph, node: fx.Node) -> SplitResult | None:
     sources: Any = argument(node, "tensors")
     rank = tensors_of(node)[0].dim()
     dim = argument(node, "dim", 0) % rank

@@ -29,7 +29,7 @@ from passes.shard.rules import makes_tensors
 from passes.split.push import Pusher
 from passes.split.rules import mapped_args
 from passes.split.state import settle, with_parts
-from passes.split.values import BlockedTensor, Values, ranges_of
+from passes.split.values import BlockedTensor, SplitGraph, ranges_of
 from runtime.state.rank_state import part_name
 
 
@@ -69,7 +69,7 @@ class _Rewriting:
         self, graph: OpGraph, seeds: Mapping[str, tuple[int, tuple[int, ...]]], kept: frozenset[str]
     ) -> None:
         self.old, self.seeds, self.kept = graph, seeds, kept
-        self.values = Values(graph, kept)
+        self.values = SplitGraph(graph, kept)
         self.pusher = Pusher(graph, self.values)
         self.refused: set[str] = set()
 

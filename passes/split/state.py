@@ -17,12 +17,12 @@ from itertools import combinations
 from torch import fx
 
 from passes.graph.graph import GraphInput, OpGraph, StateSpec
-from passes.split.values import RangeKey, Values
+from passes.split.values import RangeKey, SplitGraph
 from runtime.mesh.sharding import Block
 from runtime.state.rank_state import TensorPart, part_name
 
 
-def settle(values: Values) -> dict[fx.Node, dict[RangeKey, fx.Node]]:
+def settle(values: SplitGraph) -> dict[fx.Node, dict[RangeKey, fx.Node]]:
     """Turn requests into parts or slices. The parts' placeholders by the whole's old node and by range, in order."""
     parts: dict[fx.Node, dict[RangeKey, fx.Node]] = {}
     for whole, requests in values.requests.items():
@@ -53,7 +53,7 @@ def _tile(whole: fx.Node, requests: Mapping[RangeKey, fx.Node]) -> bool:
 
 
 def _as_parts(
-    values: Values, whole: fx.Node, placeholder: fx.Node, requests: Mapping[RangeKey, fx.Node]
+    values: SplitGraph, whole: fx.Node, placeholder: fx.Node, requests: Mapping[RangeKey, fx.Node]
 ) -> dict[RangeKey, fx.Node]:
     parts: dict[RangeKey, fx.Node] = {}
     before = placeholder
@@ -67,7 +67,7 @@ def _as_parts(
     return parts
 
 
-def _as_slices(values: Values, placeholder: fx.Node, requests: Mapping[RangeKey, fx.Node]) -> None:
+def _as_slices(values: SplitGraph, placeholder: fx.Node, requests: Mapping[RangeKey, fx.Node]) -> None:
     first = next(node for node in values.new.nodes if node.op != "placeholder")
     for key, request in requests.items():
         found = placeholder

@@ -26,7 +26,7 @@ aten = torch.ops.aten
 
 Range: TypeAlias = tuple[int, int]
 """The first element, and the one behind the last."""
-Ranges: TypeAlias = Mapping[int, Range]
+DimRanges: TypeAlias = Mapping[int, Range]
 """Ranges by dimension."""
 RangeKey: TypeAlias = tuple[tuple[int, Range], ...]
 
@@ -61,7 +61,7 @@ class BlockRanges:
     ranges: tuple[Range, ...]
 
 
-Made: TypeAlias = fx.Node | BlockedTensor | BlockedResults | BlockRanges
+SplitResult: TypeAlias = fx.Node | BlockedTensor | BlockedResults | BlockRanges
 
 
 def ranges_of(sizes: tuple[int, ...]) -> tuple[Range, ...]:
@@ -80,7 +80,7 @@ def _known_values(graph: OpGraph) -> dict[Hashable, Any]:
     return {}
 
 
-class Values:
+class SplitGraph:
     """The new graph as it grows, and what became of each node of the old one.
 
     ``unparted``: nodes of parameters and buffers that stay whole.
@@ -92,7 +92,7 @@ class Values:
         self.unparted = unparted
         self.new = fx.Graph()
         self.fake = FakeValues(fake_mode_of(old.graph), _known_values(old))
-        self.made: dict[fx.Node, Made] = {}
+        self.made: dict[fx.Node, SplitResult] = {}
         self.blocks: dict[str, tuple[str, int]] = {}
         self.pull: Callable[[fx.Node, int, Range], fx.Node | None] = lambda node, dim, span: None
         self.requests: dict[fx.Node, dict[RangeKey, fx.Node]] = {}
@@ -183,7 +183,7 @@ class Values:
             self._wholes[node] = self.emit(name, aten.cat.default, (list(made.nodes), made.dim), {}, node)
         return self._wholes[node]
 
-    def take(self, node: fx.Node, ranges: Ranges) -> fx.Node:
+    def take(self, node: fx.Node, ranges: DimRanges) -> fx.Node:
         """Take the elements of a value within ``ranges``, from no more blocks than have some of them."""
         shape = tensors_of(node)[0].shape
         ranges = {d: span for d, span in ranges.items() if span != (0, shape[d])}
@@ -235,7 +235,7 @@ class Values:
             self._taken[key] = self.emit(name, aten.slice.Tensor, (node, dim, begin, end), {}, node)
         return self._taken[key]
 
-    def _request(self, node: fx.Node, ranges: Ranges) -> fx.Node:
+    def _request(self, node: fx.Node, ranges: DimRanges) -> fx.Node:
         """Make a placeholder for a part of a parameter or buffer; ``passes.split.state`` decides what it becomes."""
         value = node.meta["val"]
         shape = tuple(

@@ -26,7 +26,7 @@ from passes.graph.nodes import argument, replaced
 from passes.shard.rules.shapes import operands_shapes, plain
 from passes.shard.words import operands
 from passes.split.rules import mapped_args
-from passes.split.values import Range, Values
+from passes.split.values import Range, SplitGraph
 
 aten = torch.ops.aten
 
@@ -63,7 +63,7 @@ class Window:
             max(low, 0) < min(high, length) for low, high in map(self.reads, spans)
         )
 
-    def block(self, values: Values, span: Range, name: str) -> fx.Node:
+    def block(self, values: SplitGraph, span: Range, name: str) -> fx.Node:
         """Make the op on one block of its outputs."""
         source = operands(self.node)[0]
         length = int(source.meta["val"].shape[self.source_dim])

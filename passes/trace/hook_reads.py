@@ -117,11 +117,11 @@ def _in_model(value: Tensor | nn.Module, names: Mapping[int, str], memory: Mappi
 
 def reads_of(hook: Callable[..., Any]) -> list[Read]:
     """List the tensors that a hook's code reads, but for its argument."""
-    return list(_Search().callable(hook, "the hook", "", 0))
+    return list(_CodeWalk().callable(hook, "the hook", "", 0))
 
 
 @dataclass
-class _Search:
+class _CodeWalk:
     """A walk through code. ``seen``: functions with what they are bound to, containers and objects."""
 
     seen: set[tuple[int, ...]] = field(default_factory=set)

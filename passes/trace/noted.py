@@ -44,7 +44,7 @@ class Noted:
         raise NotImplementedError
 
 
-class Table(Noted):
+class NotedDict(Noted):
     """A dictionary: attributes of an object, or a dictionary that some object holds."""
 
     def __init__(self, path: str, found: dict[Any, Any], owner: object) -> None:
@@ -137,7 +137,7 @@ class NotedValue(Noted):
             yield Change(self.path, self.word or _step(self.saved, now), self.owner)
 
 
-class Numbers(Noted):
+class NotedTensor(Noted):
     """A tensor: its memory, its values, its gradient and its hooks."""
 
     def __init__(self, path: str, found: Tensor, registered: bool, values: bool) -> None:

@@ -34,11 +34,11 @@ from passes.trace.noted import (
     TENSOR_HOOKS,
     Change,
     Noted,
+    NotedDict,
+    NotedTensor,
     NotedValue,
-    Numbers,
     Sequence,
     Set,
-    Table,
     joined,
 )
 
@@ -94,7 +94,7 @@ class PythonState:
     def restore_registered(self) -> None:
         """Put back the values of parameters and buffers alone."""
         for noted in self._noted:
-            if isinstance(noted, Numbers) and noted.registered:
+            if isinstance(noted, NotedTensor) and noted.registered:
                 noted.restore_values()
 
     def changes(self) -> tuple[Change, ...]:
@@ -106,7 +106,7 @@ class PythonState:
         return tuple(
             noted.path
             for noted in self._noted
-            if isinstance(noted, Numbers) and isinstance(noted.found, nn.Parameter) and noted.changed
+            if isinstance(noted, NotedTensor) and isinstance(noted.found, nn.Parameter) and noted.changed
         )
 
     def _note(
@@ -115,17 +115,17 @@ class PythonState:
         """Note one object; yield what it holds, as (path, object, the object that holds it)."""
         numpy = sys.modules.get("numpy")
         if isinstance(found, nn.Module):
-            self._noted.append(Table(path, vars(found), found))
+            self._noted.append(NotedDict(path, vars(found), found))
             for key, value in vars(found).items():
                 yield (path if key in _STRUCTURE else joined(path, key)), value, found
             yield from self._note_class(type(found))
         elif isinstance(found, Tensor):
             copied = self._values_too and (self._parameters_too or not isinstance(found, nn.Parameter))
-            self._noted.append(Numbers(path, found, id(found) in registered, copied))
+            self._noted.append(NotedTensor(path, found, id(found) in registered, copied))
             for name in TENSOR_HOOKS:
                 yield path, list((getattr(found, name) or {}).values()), found
         elif isinstance(found, dict):
-            self._noted.append(Table(path, found, owner))
+            self._noted.append(NotedDict(path, found, owner))
             if len(found) <= MOST_ELEMENTS:
                 yield from ((joined(path, key), value, owner) for key, value in found.items())
         elif isinstance(found, list | deque):
@@ -170,7 +170,7 @@ class PythonState:
         elif not isinstance(found, type | types.ModuleType) and not _is_torchs(type(found)):
             attributes = getattr(found, "__dict__", None)
             if isinstance(attributes, dict):
-                self._noted.append(Table(path, attributes, found))
+                self._noted.append(NotedDict(path, attributes, found))
                 yield from ((joined(path, key), value, found) for key, value in attributes.items())
 
     def _note_cache(self, function: functools._lru_cache_wrapper[Any]) -> None:

@@ -22,7 +22,7 @@ from cost_models.errors import ModelError
 from passes.graph.graph import GraphInput
 from passes.graph.nodes import WRITES_UNDECLARED, call, fake_mode_of, storage_key
 from passes.trace.normal.aliasing import written_storages
-from passes.trace.shared_storage import Found, SharedStorage
+from passes.trace.shared_storage import OwnerView, SharedStorage
 from runtime.state.state_view import StateView
 
 __all__ = ["remake_views"]
@@ -96,7 +96,7 @@ class _Remaking:
     def _is_state(self, node: fx.Node) -> bool:
         return self.stands_for[node.name].kind in ("parameter", "buffer")
 
-    def _found(self, node: fx.Node) -> Found | None:
+    def _found(self, node: fx.Node) -> OwnerView | None:
         entry = self.stands_for[node.name]
         if entry.kind == "constant" and node.users:
             return self.shared.owner_of(self.constants[entry.name])

@@ -22,7 +22,7 @@ from passes.trace.memory_place import MemoryPlace, memory_place
 from passes.trace.view_steps import StridedLayout, view_steps
 from runtime.state.state_view import StateView
 
-__all__ = ["Found", "SharedStorage", "shared_storage"]
+__all__ = ["OwnerView", "SharedStorage", "shared_storage"]
 
 _WAYS_OUT = [
     "assign the one Parameter to both modules, and take slices or reshapes of it in forward",
@@ -48,7 +48,7 @@ class StateTensor:
 
 
 @dataclass(frozen=True)
-class Found:
+class OwnerView:
     """A tensor's ``view`` of its owner, or None, and why there is none."""
 
     owner: str
@@ -62,13 +62,13 @@ class Found:
 class SharedStorage:
     """The memory of a model's state. ``views``: buffers that are read from an owner, by each of their names."""
 
-    views: Mapping[str, Found] = field(default_factory=dict)
+    views: Mapping[str, OwnerView] = field(default_factory=dict)
     loose: tuple[tuple[str, str, str], ...] = ()
     """Pairs of tensors that overlap and cannot be kept if one is written, and why."""
     owners: tuple[StateTensor, ...] = ()
     """The tensors with a memory of their own, in the order of their addresses."""
 
-    def owner_of(self, tensor: Tensor) -> Found | None:
+    def owner_of(self, tensor: Tensor) -> OwnerView | None:
         """Return how ``tensor``, which is no parameter or buffer, is read from the state; None if it shares nothing."""
         place = memory_place(tensor)
         if place is None:
@@ -89,7 +89,7 @@ def shared_storage(model: nn.Module, not_saved: Collection[str] = ()) -> SharedS
         for own in state
         if own.is_trained and not own.place.is_injective
     ]
-    views: dict[str, Found] = {}
+    views: dict[str, OwnerView] = {}
     loose: list[tuple[str, str, str]] = []
     taken: set[str] = set()
     for group in _groups(state):
@@ -167,10 +167,12 @@ def _connected(candidates: list[StateTensor]) -> list[list[StateTensor]]:
     return groups
 
 
-def _found(owner: StateTensor, tensor: Tensor, place: MemoryPlace) -> Found:
+def _found(owner: StateTensor, tensor: Tensor, place: MemoryPlace) -> OwnerView:
     """Return the view of ``owner`` that ``tensor`` is, or why it is none."""
     if place.dtype != owner.place.dtype:
-        return Found(owner.name, None, why=f"one memory is read as {owner.place.dtype} and as {place.dtype}")
+        return OwnerView(
+            owner.name, None, why=f"one memory is read as {owner.place.dtype} and as {place.dtype}"
+        )
     offset = place.offset_in(owner.place)
     layout = StridedLayout(place.layout.size, place.layout.stride, offset or 0)
     inside = offset is not None and offset >= 0 and place.end <= owner.place.end
@@ -179,11 +181,11 @@ def _found(owner: StateTensor, tensor: Tensor, place: MemoryPlace) -> Found:
         reason = (
             "its elements are in an order that no view takes" if inside else "neither holds all of the other"
         )
-        return Found(owner.name, None, why=reason)
+        return OwnerView(owner.name, None, why=reason)
     # Autograd knows the view's base by a tensor of its own making: memory tells that it is the owner.
     base = tensor._base if tensor.requires_grad else None
     differentiable = owner.is_trained and (
         tensor is owner.tensor or (base is not None and base is owner.tensor)
     )
     view = StateView(owner.name, steps, tuple(tensor.shape), persistent=False)
-    return Found(owner.name, view, differentiable)
+    return OwnerView(owner.name, view, differentiable)

@@ -1,9 +1,10 @@
-"""Imports go down the floors and one way between rooms; no room holds too many files, no file too many lines."""
+"""Imports go down the floors and one way between rooms; rooms and files stay small; a class name means one thing."""
 
 from __future__ import annotations
 
 import pytest
 
+from benchmarks.house import homonyms
 from benchmarks.rooms import House, Import, circles, make_house, read_house, upward
 
 MODULES_OF_A_ROOM = 25
@@ -40,6 +41,10 @@ def test_rooms_stay_small() -> None:
 
 def test_files_stay_small() -> None:
     assert long_files(HOUSE) == {}
+
+
+def test_a_class_name_means_one_thing() -> None:
+    assert homonyms(HOUSE) == {}
 
 
 ABOVE = [

@@ -44,13 +44,13 @@ def anneal(
     """
     if problem.devices < 2 or not (problem.allowed.sum(axis=0) > 1).any():
         return list(starts)
-    chains = _Chains(problem, starts, lines, power, seed)
+    chains = _AnnealingChains(problem, starts, lines, power, seed)
     chains.run(steps, hottest, deadline)
     ranked = np.argsort(chains.best, kind="stable").tolist()
     return [tuple(chains.best_home[:, r].tolist()) for r in ranked]
 
 
-class _Chains:
+class _AnnealingChains:
     def __init__(
         self,
         problem: PlacementProblem,

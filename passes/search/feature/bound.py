@@ -32,7 +32,7 @@ from passes.search.feature.tuning import TUNING
 
 
 @dataclass(eq=False)
-class _End:
+class _EdgeEnd:
     """One end of an edge: the unit, the code index of each of its options, and how to take minima per code.
 
     Every code is some option's.
@@ -45,7 +45,7 @@ class _End:
     message: FloatArray
 
     @classmethod
-    def of(cls, unit: int, code: NDArray[np.intp]) -> _End:
+    def of(cls, unit: int, code: NDArray[np.intp]) -> _EdgeEnd:
         order = np.argsort(code, kind="stable")
         present, starts = np.unique(code[order], return_index=True)
         return cls(unit, code, order, starts, np.zeros(len(present)))
@@ -67,10 +67,10 @@ class _DualEdge:
     hidden: FloatArray
     slack: FloatArray
     columns: NDArray[np.intp]
-    producer: _End
-    reader: _End
+    producer: _EdgeEnd
+    reader: _EdgeEnd
 
-    def seen_from(self, *, at_producer: bool) -> tuple[FloatArray, _End]:
+    def seen_from(self, *, at_producer: bool) -> tuple[FloatArray, _EdgeEnd]:
         """Return one end, and what is left of the costs as [codes of the other end, codes of this one]."""
         return (self.slack.T, self.producer) if at_producer else (self.slack, self.reader)
 
@@ -93,8 +93,8 @@ class _Visit(NamedTuple):
     later; ``share``: the part of what they may take that each of them is given, negative."""
 
     unit: int
-    ends: list[tuple[FloatArray, _End]]
-    ahead: list[tuple[FloatArray, _End]]
+    ends: list[tuple[FloatArray, _EdgeEnd]]
+    ahead: list[tuple[FloatArray, _EdgeEnd]]
     share: float
 
 
@@ -177,7 +177,7 @@ class DualBound:
                 code = np.array([column[c] for c in problem.units[unit].inputs[operand].tolist()])
                 present, own = np.unique(code, return_inverse=True)
                 part = whole[:, present] / len(wire.readers)
-                ends = _End.of(wire.producer, made), _End.of(unit, own.reshape(-1))
+                ends = _EdgeEnd.of(wire.producer, made), _EdgeEnd.of(unit, own.reshape(-1))
                 hidden = (
                     time_weight * known.hidden[number][:, present] if known.hidden else np.zeros_like(part)
                 )

@@ -50,7 +50,7 @@ class BridgeTable:
 
 
 @dataclass(frozen=True, eq=False)
-class _Shape:
+class _ScalableTable:
     """The part of a table that does not depend on the value's size."""
 
     forward: FloatArray
@@ -79,7 +79,7 @@ class Bridges:
     _seconds: dict[float, FloatArray] = field(default_factory=dict)
     """Seconds of every kind of step for a value of so many bytes."""
     _tables: dict[object, BridgeTable] = field(default_factory=dict)
-    _shapes: dict[tuple[tuple[int, ...], tuple[int, ...]], _Shape] = field(default_factory=dict)
+    _shapes: dict[tuple[tuple[int, ...], tuple[int, ...]], _ScalableTable] = field(default_factory=dict)
 
     def table(
         self, sources: Sequence[int], needs: Sequence[int], size_bytes: float, gradient: bool
@@ -94,7 +94,9 @@ class Bridges:
             self._tables[key, size_bytes, gradient] = known
         return known
 
-    def _table(self, shape: _Shape, grid: tuple[int, int], size_bytes: float, gradient: bool) -> BridgeTable:
+    def _table(
+        self, shape: _ScalableTable, grid: tuple[int, int], size_bytes: float, gradient: bool
+    ) -> BridgeTable:
         width = shape.forward.shape[1]
         each = self._seconds.get(size_bytes)
         if each is None or len(each) < width:
@@ -142,7 +144,7 @@ class Bridges:
         parts = np.array([left_in_parts(code, axes) for code in needs], dtype=np.int64)
         return np.asarray(later[:, None] & ~parts[None, :] == 0)
 
-    def _shape(self, sources: tuple[int, ...], needs: tuple[int, ...]) -> _Shape:
+    def _shape(self, sources: tuple[int, ...], needs: tuple[int, ...]) -> _ScalableTable:
         pairs = [self._pair(source, need) for source in sources for need in needs]
         forward = np.zeros((len(pairs), len(self._kinds)))
         backward = np.zeros_like(forward)
@@ -152,7 +154,7 @@ class Bridges:
             for kind, count in back.items():
                 backward[row, kind] = count
         columns = [np.array([pair[i] for pair in pairs]) for i in range(2, 6)]
-        return _Shape(forward, backward, columns[0], columns[1], columns[2], columns[3])
+        return _ScalableTable(forward, backward, columns[0], columns[1], columns[2], columns[3])
 
     def _pair(
         self, source: int, need: int

@@ -21,7 +21,7 @@ from cost_models.errors import UsageError
 from cost_models.layout import Mesh, Replicate
 from passes.costs.costs import GraphCosts
 from passes.graph.graph import OpGraph
-from passes.search.explain import Way
+from passes.search.explain import PlacedWay
 from passes.search.feature.bound import WireTable, bridge_seconds, price, wire_tables
 from passes.search.feature.codes import DEFERRED, WHOLE
 from passes.search.feature.graph import FeatureGraph, Unit, UnitKind, feature_graph, leaving_name
@@ -44,21 +44,21 @@ class Alternatives:
     what: str
     equals: tuple[str, ...]
     mesh: Mesh
-    ways: tuple[Way, ...]
+    ways: tuple[PlacedWay, ...]
     capacity_bytes: float
     left_out: tuple[str, ...] = field(default=())
 
     @property
-    def chosen(self) -> Way:
+    def chosen(self) -> PlacedWay:
         return next(way for way in self.ways if way.chosen)
 
     @property
-    def cheaper(self) -> tuple[Way, ...]:
+    def cheaper(self) -> tuple[PlacedWay, ...]:
         """Ways of which the step would be shorter, whether they fit or not."""
         limit = self.chosen.step_seconds * (1 - TUNING.alike)
         return tuple(way for way in self.ways if way.step_seconds < limit)
 
-    def fits(self, way: Way) -> bool:
+    def fits(self, way: PlacedWay) -> bool:
         """Tell whether a way fits the memory of the smallest device."""
         return way.possible and way.memory_bytes <= self.capacity_bytes
 
@@ -223,13 +223,13 @@ def _is_held(graph: OpGraph, placement: FeaturePlacement, unit: Unit, numbers: U
 
 def _ways(
     problem: FeatureProblem, unit: Unit, near: frozenset[int], placement: FeaturePlacement
-) -> tuple[Way, ...]:
+) -> tuple[PlacedWay, ...]:
     tables = wire_tables(problem)
     graph = problem.space.graph
     numbers = problem.units[unit.index]
     several = {u for u, other in enumerate(problem.units) if len(other.seconds) > 1}
     base = _settled(problem, tables, [0] * len(problem.units), several - {unit.index})
-    best: dict[str, Way] = {}
+    best: dict[str, PlacedWay] = {}
     parts = axes_of_parts(problem, base).get(unit.index, frozenset())
     for k in range(len(numbers.seconds)):
         if unit.kind == "parameter" and not _is_summed_once(numbers, k, parts):
@@ -238,7 +238,7 @@ def _ways(
         chosen = _settled(problem, tables, chosen, near)
         cost = price(problem, tables, chosen)
         computes, sends = _shares(problem, tables, unit, near, chosen)
-        way = Way(
+        way = PlacedWay(
             layout=_layout(unit, numbers.detail, int(numbers.index[k])),
             step_seconds=cost.seconds,
             computes_seconds=computes,

@@ -47,7 +47,7 @@ class IlpResult:
     bound_seconds: float
 
 
-Pairs: TypeAlias = Mapping[tuple[int, int], NDArray[np.bool_]]
+AllowedBridges: TypeAlias = Mapping[tuple[int, int], NDArray[np.bool_]]
 """Per (wire, which reader), the bridges to be thought of; all of those that are not named. Shapes [sources, needs]."""
 
 
@@ -63,7 +63,7 @@ class FeatureProgram:
         tables: Sequence[WireTable],
         *,
         memory: bool,
-        pairs: Pairs | None = None,
+        pairs: AllowedBridges | None = None,
     ) -> None:
         self.problem, self.tables, self.pairs = problem, tables, pairs or {}
         self.least_seconds = sum(float(unit.seconds.min()) for unit in problem.units)

@@ -123,12 +123,12 @@ def options_of(
     """
     known, key = _products.setdefault(unit, {}), tuple(shape)
     if key not in known or known[key].every.choices != tuple(choices):
-        known[key] = _Products.of(unit, tuple(choices), key)
+        known[key] = _ChoiceProducts.of(unit, tuple(choices), key)
     return known[key].options(unit, symbols, batch)
 
 
 @dataclass(frozen=True, eq=False)
-class _Products:
+class _ChoiceProducts:
     """Every combination of a unit's choices over the axes of a mesh, whatever the sizes are."""
 
     every: Options
@@ -140,7 +140,7 @@ class _Products:
     by_combinations: dict[bytes, Options] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, unit: Unit, choices: tuple[Choice, ...], shape: tuple[int, ...]) -> _Products:
+    def of(cls, unit: Unit, choices: tuple[Choice, ...], shape: tuple[int, ...]) -> _ChoiceProducts:
         """Combine the choices."""
         specs = (*unit.operands, *unit.outputs)
         dims = [(t, d) for t, spec in enumerate(specs) for d in range(len(spec.shape))]
@@ -200,7 +200,7 @@ def _is_multiple(size: Dim) -> bool:
     return isinstance(size, int) or bool(size.as_coeff_Mul()[1].is_Symbol)
 
 
-_products: WeakKeyDictionary[Unit, dict[tuple[int, ...], _Products]] = WeakKeyDictionary()
+_products: WeakKeyDictionary[Unit, dict[tuple[int, ...], _ChoiceProducts]] = WeakKeyDictionary()
 """The products of the choices of each unit, by the shape of the mesh."""
 
 

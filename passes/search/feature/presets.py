@@ -32,7 +32,7 @@ aten = torch.ops.aten
 
 PRESETS = ("data", "zero1", "zero3", "column_row", "sequence", "vocabulary")
 
-Layouts = frozenset[Placement]
+AxisPlacements = frozenset[Placement]
 
 
 @dataclass(frozen=True)
@@ -45,8 +45,8 @@ class AxisRule:
     nothing of this is.
     """
 
-    outputs: Layouts | None = None
-    state: Layouts | None = None
+    outputs: AxisPlacements | None = None
+    state: AxisPlacements | None = None
     operand: int | None = None
     local: str = ""
     essential: bool = True
@@ -98,9 +98,9 @@ def rules_of(graph: OpGraph, preset: str) -> Mapping[str, AxisRule]:
 
 
 _BY_ROWS: Mapping[object, str] = {aten.embedding.default: VOCABULARY, EMBEDDING_BAG: BAG_VOCABULARY}
-_ANY_PART: Layouts = frozenset(Shard(d) for d in range(8))
-_REPLICATED: Layouts = frozenset({Replicate()})
-_NOT_SAMPLES: Layouts = frozenset({Replicate(), *(Shard(d) for d in range(1, 8))})
+_ANY_PART: AxisPlacements = frozenset(Shard(d) for d in range(8))
+_REPLICATED: AxisPlacements = frozenset({Replicate()})
+_NOT_SAMPLES: AxisPlacements = frozenset({Replicate(), *(Shard(d) for d in range(1, 8))})
 _WHOLE = AxisRule(_REPLICATED, _REPLICATED, essential=False)
 _SPLIT_STATE = AxisRule(_REPLICATED, _ANY_PART)
 _SPLIT = AxisRule(_ANY_PART)
@@ -166,7 +166,7 @@ def _products(shapes: Shapes, products: Products) -> Iterator[tuple[str, AxisRul
             continue
         position, parameter = found
         in_parts = AxisRule(operand=position)
-        last: Layouts = frozenset({Shard(len(sizes_of(node)) - 1)})
+        last: AxisPlacements = frozenset({Shard(len(sizes_of(node)) - 1)})
         if node.name in products.heads:
             yield node.name, replace(in_parts, outputs=last, otherwise=AxisRule(_REPLICATED))
             continue
@@ -217,5 +217,5 @@ def _vocabulary(shapes: Shapes) -> Iterator[tuple[str, AxisRule]]:
                 yield found[1].name, AxisRule(_ANY_PART, essential=False)
 
 
-def _text(layouts: Layouts | None) -> str:
+def _text(layouts: AxisPlacements | None) -> str:
     return "*" if layouts is None else "+".join(sorted(map(short, layouts)))

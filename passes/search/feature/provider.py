@@ -38,7 +38,7 @@ while others run and hides sums of gradients, which the surrogate adds up: on Vi
 
 
 @dataclass(frozen=True, eq=False)
-class Sharded:
+class RecomputedSharding:
     """A sharding, and the blocks that backward computes again under it."""
 
     result: FeatureResult
@@ -71,14 +71,16 @@ class MeshProvider:
         }
         return list(dict.fromkeys(modes.get(self.request.recompute, [(), (GATHERS,), every])))
 
-    def proposals(self, known_seconds: float, room: float, deadline: float) -> Sequence[Proposal[Sharded]]:
+    def proposals(
+        self, known_seconds: float, room: float, deadline: float
+    ) -> Sequence[Proposal[RecomputedSharding]]:
         """Return the cheapest sharding, keeping activations if one fits so, and data parallelism; see ``Provider``."""
         found = self._cheapest_of_modes(known_seconds, room, deadline)
         return [*found, *self._data_parallel(room, deadline)]
 
     def _cheapest_of_modes(
         self, known_seconds: float, room: float, deadline: float
-    ) -> list[Proposal[Sharded]]:
+    ) -> list[Proposal[RecomputedSharding]]:
         for blocks in self._modes:
             found = self._cheapest(known_seconds, room, deadline, blocks)
             if found is not None:
@@ -87,7 +89,7 @@ class MeshProvider:
                 return []  # some may fit, none of them below what is known, or found in time
         return []
 
-    def _data_parallel(self, room: float, deadline: float) -> list[Proposal[Sharded]]:
+    def _data_parallel(self, room: float, deadline: float) -> list[Proposal[RecomputedSharding]]:
         """Return the batch split over all devices, everything else whole on each, if that can be.
 
         Its sums are hidden behind the last backward, and the surrogate charges them: it may simulate best.
@@ -104,7 +106,7 @@ class MeshProvider:
 
     def _cheapest(
         self, known_seconds: float, room: float, deadline: float, blocks: tuple[str, ...]
-    ) -> Proposal[Sharded] | None:
+    ) -> Proposal[RecomputedSharding] | None:
         """Search with ``blocks`` computed again; None where nothing that fits is below what is known."""
         judge, left = self.judge, deadline - time.perf_counter()
         smallest = self._smallest_bytes
@@ -126,19 +128,19 @@ class MeshProvider:
             return None
         seconds = survey.best.cost.seconds
         tried = min(survey.proof.tried, key=lambda own: own.seconds)
-        return Proposal(Sharded(survey.best, blocks), seconds, option=_words(tried))
+        return Proposal(RecomputedSharding(survey.best, blocks), seconds, option=_words(tried))
 
     @property
     def _smallest_bytes(self) -> int:
         return min(device.memory_bytes for device in self.judge.cluster.devices)
 
-    def candidate(self, proposal: Proposal[Sharded]) -> Candidate:
+    def candidate(self, proposal: Proposal[RecomputedSharding]) -> Candidate:
         """Make the sharding one stage."""
         return sharded_candidate(self.judge.graph, proposal.solved.result.placement, proposal.solved.blocks)
 
     def leaner(
-        self, judged: Judged[Sharded], room: float, known_seconds: float
-    ) -> tuple[Proposal[Sharded], float] | None:
+        self, judged: Judged[RecomputedSharding], room: float, known_seconds: float
+    ) -> tuple[Proposal[RecomputedSharding], float] | None:
         """Search with as much less memory as the simulation needs more; with more computed again where none fits so."""
         smallest, found = self._smallest_bytes, judged.proposal.solved
         unseen = smallest + judged.simulated.overflow_bytes - found.result.cost.memory_bytes
@@ -163,7 +165,7 @@ class MeshProvider:
             "time limit" if proof.late else "",
         )
 
-    def valued(self, proposal: Proposal[Sharded]) -> Valued:
+    def valued(self, proposal: Proposal[RecomputedSharding]) -> Valued:
         """Return the sum over the whole graph, which the search was checked by (``feature.place.check_agreement``)."""
         result = proposal.solved.result
         cost, m = result.cost, result.placement.microbatches
@@ -171,7 +173,7 @@ class MeshProvider:
         stage = StageTerms(1, (cost.op_seconds + cost.bridge_seconds) / m, cost.parameter_seconds, 0.0)
         return Valued(cost.seconds, PipelineTerms(1.0, m, 1, (stage,), (1,), ()), details)
 
-    def refusal(self, tried: Sequence[Judged[Sharded]], room: float) -> PartitionerError:
+    def refusal(self, tried: Sequence[Judged[RecomputedSharding]], room: float) -> PartitionerError:
         """Say why no sharding fits."""
         if not tried:
             return self._failures[-1]

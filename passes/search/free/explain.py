@@ -8,7 +8,7 @@ import numpy as np
 
 from passes.graph.state import owning_units
 from passes.lower.candidate import anywhere
-from passes.search.explain import Way
+from passes.search.explain import PlacedWay
 from passes.search.free.judge import ListJudge
 from runtime.simulate.simulation import Simulation
 
@@ -29,7 +29,7 @@ def ways_elsewhere(
     microbatches: int,
     moved: Collection[str],
     planned: Simulation,
-) -> tuple[Way, ...]:
+) -> tuple[PlacedWay, ...]:
     """Simulate the step with ``moved`` on each device, fastest first. ``planned``: the step as it is."""
     devices = judge.cluster.devices
     here = sorted({rank_of[op] for op in moved})
@@ -39,7 +39,7 @@ def ways_elsewhere(
         elsewhere = anywhere({**rank_of, **dict.fromkeys(moved, rank)}, len(devices), microbatches)
         simulation = planned if chosen else judge.finished(elsewhere).realized.simulation
         ways.append(
-            Way(
+            PlacedWay(
                 layout=f"rank {rank} ({device.model})",
                 step_seconds=simulation.step_seconds,
                 computes_seconds=_computes_seconds(judge, moved, rank, microbatches),
@@ -55,7 +55,7 @@ def ways_elsewhere(
         )
         spread = f"ranks {', '.join(map(str, here))}, as planned"
         peak = max(planned.peak_bytes)
-        ways.append(Way(spread, planned.step_seconds, seconds, _sends_seconds(planned), peak, True))
+        ways.append(PlacedWay(spread, planned.step_seconds, seconds, _sends_seconds(planned), peak, True))
     return tuple(sorted(ways, key=lambda way: way.step_seconds))
 
 

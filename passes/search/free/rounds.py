@@ -20,7 +20,7 @@ from passes.graph.graph import OpGraph
 from passes.graph.verify import verify_graph
 from passes.search.certificate import Certificate, relative_gap
 from passes.search.free.request import FreeRequest, counts_to_try
-from passes.search.free.shapes import Shape, shapes
+from passes.search.free.shapes import BlockChoice, shapes
 from passes.search.free.splits import automatic_families, given_splits
 from passes.search.free.variants import (
     Attempt,
@@ -100,7 +100,7 @@ class _Rounds:
         if ranked[0].seconds < PROMISING * self.best_seconds:
             self.shape(ranked[0])
 
-    def ranked(self) -> list[Shape]:
+    def ranked(self) -> list[BlockChoice]:
         """List all shapes, best estimated first; none where nothing is to be split."""
         if not self.request.split:
             return []
@@ -119,7 +119,7 @@ class _Rounds:
             default=math.inf,
         )
 
-    def shape(self, shape: Shape) -> None:
+    def shape(self, shape: BlockChoice) -> None:
         """Place a shape, unless there is no time, or a pin names nothing of it."""
         blocks = sum(
             len(family.ops) * len(sizes) for family, sizes in zip(shape.families, shape.sizes, strict=True)

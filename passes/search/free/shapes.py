@@ -38,7 +38,7 @@ SHAPE_NUMBERS = 5
 
 
 @dataclass(frozen=True)
-class Shape:
+class BlockChoice:
     """A choice of blocks: block k of every family goes to ``ranks[k]``, the fastest first.
 
     ``seconds``: estimate of the step.
@@ -98,12 +98,12 @@ def shapes(
     request: FreeRequest,
     counts: Sequence[int],
     chosen: Sequence[Sequence[Family]],
-) -> list[Shape]:
+) -> list[BlockChoice]:
     """List all distinct shapes, best estimated first.
 
     ``chosen``: sets of families; ``counts``: numbers of micro-batches.
     """
-    found: dict[object, Shape] = {}
+    found: dict[object, BlockChoice] = {}
     numbers = np.unique(np.linspace(0, len(counts) - 1, SHAPE_NUMBERS).round().astype(int))
     for families in dict.fromkeys((*map(tuple, chosen), *map(alternating, chosen))):
         for m in (counts[i] for i in numbers.tolist()):
@@ -129,7 +129,7 @@ def alternating(families: Sequence[Family]) -> tuple[Family, ...]:
     return tuple(kept)
 
 
-def _of_one_count(families: Sequence[Family], m: int, seconds: FamilySeconds) -> Iterator[Shape]:
+def _of_one_count(families: Sequence[Family], m: int, seconds: FamilySeconds) -> Iterator[BlockChoice]:
     """Yield the shapes of one number of micro-batches: by devices, by families and by sizes."""
     fastest = np.argsort(-seconds.speeds, kind="stable").tolist()
     for n in np.unique(np.linspace(2, len(fastest), SHAPE_NUMBERS).round().astype(int)).tolist():
@@ -168,7 +168,7 @@ def _shape(
     m: int,
     rest: float,
     seconds: FamilySeconds,
-) -> Shape | None:
+) -> BlockChoice | None:
     """Make a shape with its estimate; None if fewer than two devices have a share.
 
     Devices without a share, and families of a single unit, are left out.
@@ -189,7 +189,7 @@ def _shape(
     lost = float((MESSAGE_SHARE * away * seconds.speeds).sum())
     period = (1.0 + lost) / float(seconds.speeds.sum())
     estimate = first / m + (1 - 1 / m) * period
-    return Shape(tuple(family for _, family in several), tuple(sizes), tuple(own), m, estimate)
+    return BlockChoice(tuple(family for _, family in several), tuple(sizes), tuple(own), m, estimate)
 
 
 def family_seconds(

@@ -21,7 +21,7 @@ from passes.lower.candidate import Candidate, Origin, Trail, anywhere
 from passes.search.free.judge import ListJudge
 from passes.search.free.place import place_free
 from passes.search.free.request import FreeRequest
-from passes.search.free.shapes import Shape
+from passes.search.free.shapes import BlockChoice
 from passes.search.judge import Carried, Judge
 from passes.search.layer.request import LayerRequest
 from passes.search.outcome import Label, Outcome
@@ -71,7 +71,7 @@ class Variant:
     graph: OpGraph
     costs: GraphCosts
     splits: tuple[Split, ...] = ()
-    shape: Shape | None = None
+    shape: BlockChoice | None = None
 
 
 def means_something(glob: str, graph: OpGraph) -> bool:

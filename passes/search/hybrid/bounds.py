@@ -13,14 +13,14 @@ from passes.search.bisect import Bisected, Bisection
 from passes.search.hybrid.pairs import Pairs
 from passes.search.hybrid.program import Pipeline, PipelineProgram
 from passes.search.hybrid.recipes.composed import Composed
-from passes.search.hybrid.staged import Staged, Table
+from passes.search.hybrid.staged import RangeTableT, Staged
 from passes.search.hybrid.together import Together
 
 GAP = 1e-3
 """Relative gap to which an option's surrogate is minimized: far below its error against the simulation."""
 
 
-def quick_bound(staged: Staged[Table], cutoff_seconds: float) -> float:
+def quick_bound(staged: Staged[RangeTableT], cutoff_seconds: float) -> float:
     """Return a bound on an option; anything above the cutoff where it is above that."""
     program = PipelineProgram(staged.option, staged.alone(None), staged.links)
     bound = program.quick_seconds()

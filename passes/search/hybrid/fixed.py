@@ -47,7 +47,7 @@ OBJECTIVE = "seconds of the simulated step"
 
 
 @dataclass(frozen=True)
-class _Way:
+class _FixedFilling:
     """One way to fill in what is open."""
 
     microbatches: int
@@ -155,7 +155,7 @@ class _Hybrid:
                     return tried
         return tried
 
-    def _cuts(self, way: _Way, known: list[_Cut], last_resort: bool) -> list[_Cut]:
+    def _cuts(self, way: _FixedFilling, known: list[_Cut], last_resort: bool) -> list[_Cut]:
         """Return the cuts to try a way with; ``known`` collects them.
 
         They balance seconds, those of a way that computes blocks again with all of them computed again; beside these, the
@@ -201,7 +201,7 @@ class _Hybrid:
         """Name the parameters and buffers that several stages read."""
         return shared_state(self.graph, Segmentation(stage_of, self._groups(), self.judge.recomputed))
 
-    def _ways(self, count: int) -> list[list[_Way]]:
+    def _ways(self, count: int) -> list[list[_FixedFilling]]:
         """List the ways of one number of micro-batches: those of the next list are tried where none of a list fits.
 
         ZeRO-3 gathers parameters in every micro-batch, recomputation runs blocks twice: which costs less, only simulating
@@ -210,7 +210,10 @@ class _Hybrid:
         replicated = any((self.degrees.replicas(g) or 1) > 1 for g in range(len(self.degrees.groups)))
         zeros = [0, 1, 3] if self.fix.zero is None and replicated else [self.fix.zero or 0]
         kept, gathers, again = (
-            [_Way(count, zero, again=more == "full", gathers=more == "gathers") for zero in (0, 1, 3)]
+            [
+                _FixedFilling(count, zero, again=more == "full", gathers=more == "gathers")
+                for zero in (0, 1, 3)
+            ]
             for more in ("none", "gathers", "full")
         )
         allowed = {"none": kept, "gathers": gathers, "full": again, "auto": [*kept, gathers[-1], *again]}
@@ -222,7 +225,9 @@ class _Hybrid:
         )
         return [ways for ways in listed if ways]
 
-    def _tried_if_possible(self, way: _Way, cut: _Cut) -> list[tuple[Simulated, dict[int, StageSharded]]]:
+    def _tried_if_possible(
+        self, way: _FixedFilling, cut: _Cut
+    ) -> list[tuple[Simulated, dict[int, StageSharded]]]:
         """Simulate a way; nothing, and the reason kept, where no way to share a stage that fits is found."""
         report_option(way)
         try:
@@ -231,7 +236,7 @@ class _Hybrid:
             self.refused.append(error)
             return []
 
-    def _tried(self, way: _Way, cut: _Cut) -> list[tuple[Simulated, dict[int, StageSharded]]]:
+    def _tried(self, way: _FixedFilling, cut: _Cut) -> list[tuple[Simulated, dict[int, StageSharded]]]:
         """Simulate a way, more stages computing again until it fits.
 
         Where only some have to, all are tried too: stages of unlike seconds wait for each other, which in interleaved
@@ -268,7 +273,7 @@ class _Hybrid:
             again = again | more
 
     def _simulated(
-        self, way: _Way, cut: _Cut, blocks: tuple[tuple[str, ...], ...]
+        self, way: _FixedFilling, cut: _Cut, blocks: tuple[tuple[str, ...], ...]
     ) -> tuple[Simulated, dict[int, StageSharded]]:
         """Shard the stages, those with ``blocks`` computing them again, and simulate the step."""
         groups = self._groups()

@@ -37,7 +37,7 @@ from passes.search.hybrid.recipes.pieces import PieceSearch
 from passes.search.hybrid.recipes.ranges import SAVED
 from passes.search.hybrid.recipes.walk import needed_bytes
 from passes.search.hybrid.solve import SolvedOption, fastest
-from passes.search.hybrid.staged import Staged, Table
+from passes.search.hybrid.staged import RangeTableT, Staged
 from passes.search.hybrid.tables import Tables
 from passes.search.microbatches import accepted_counts, may_cost_less
 from passes.search.words import RecomputeMode
@@ -176,7 +176,7 @@ class GroupSearch:
         ``known_seconds``: of another plan's step.
         """
         listed = self.options()
-        search = _Survey(self, listed, room, known_seconds)
+        search = _OptionQueue(self, listed, room, known_seconds)
         stopped: Literal["", "time limit", "interrupted"] = ""
         try:
             while not search.is_over():
@@ -209,7 +209,7 @@ class GroupSearch:
         except TooWideError:
             return 0.0
 
-    def _staged(self, option: GroupOption, groups: Sequence[Table], room: float) -> Staged[Table]:
+    def _staged(self, option: GroupOption, groups: Sequence[RangeTableT], room: float) -> Staged[RangeTableT]:
         devices = self.cluster.devices
         capacity = [room * min(devices[rank].memory_bytes for rank in ranks) for ranks in option.ranks]
         tables = [groups[place] for place in option.places[::-1]]
@@ -270,7 +270,7 @@ class GroupSearch:
         return self._crossing[samples]
 
 
-class _Survey:
+class _OptionQueue:
     """Options by their bounds, of four ranks; the option of the least bound gets the next, or is solved."""
 
     def __init__(

@@ -25,15 +25,15 @@ class RangeTable(Protocol):
         """[unlike ranges, kinds of ways, scales of prices] seconds + price · (bytes - room) of the cheapest way."""
 
 
-Table = TypeVar("Table", bound=RangeTable)
+RangeTableT = TypeVar("RangeTableT", bound=RangeTable)
 
 
 @dataclass(frozen=True, eq=False)
-class Staged(Generic[Table]):
+class Staged(Generic[RangeTableT]):
     """Lists are per stage, counted from the end, if they do not say otherwise."""
 
     option: GroupOption
-    tables: Sequence[Table]
+    tables: Sequence[RangeTableT]
     """The ranges that it is one of."""
     links: Sequence[FloatArray]
     """[pieces + 1] seconds of the cut behind it, at each joint."""
@@ -56,7 +56,7 @@ class Staged(Generic[Table]):
         """The bytes of each stage, if those of a group share its memory equally."""
         return [self.capacity_bytes[group] / self.option.chunks for group in self.groups]
 
-    def each(self, rooms: Sequence[float], of_stage: Callable[[Table, int, float], T]) -> list[T]:
+    def each(self, rooms: Sequence[float], of_stage: Callable[[RangeTableT, int, float], T]) -> list[T]:
         """Ask about every stage: its table, the micro-batches that it holds, its bytes. Equal ones are asked about once."""
         known: dict[tuple[int, int, float], T] = {}
         found = []

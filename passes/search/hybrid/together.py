@@ -22,7 +22,7 @@ import numpy as np
 
 from cost_models.arrays import FloatArray, IntArray
 from passes.search.hybrid.recipes.composed import SCALE
-from passes.search.hybrid.staged import Staged, Table
+from passes.search.hybrid.staged import RangeTableT, Staged
 
 LADDER = (
     0.0,
@@ -56,7 +56,7 @@ CLOSE = 1e-3
 class Together:
     """The bound for one option. Lists are per stage, counted from the end."""
 
-    def __init__(self, staged: Staged[Table], priced: Sequence[FloatArray]) -> None:
+    def __init__(self, staged: Staged[RangeTableT], priced: Sequence[FloatArray]) -> None:
         """``priced``: of each stage, as ``Composed.priced`` with its share of the group's memory."""
         self.option, self.tables, self.links = staged.option, staged.tables, staged.links
         self.groups, self.weight, self.priced = staged.groups, staged.weight, priced

@@ -98,10 +98,10 @@ def loss_terms(traced: Converted, spec: BatchSpec) -> LossTerms | None:
     if loss is None:
         return None
     facts = Dependence(traced, spec)
-    return _Walk(facts).terms_of(facts.nodes[loss])
+    return _LossWalk(facts).terms_of(facts.nodes[loss])
 
 
-class _Walk:
+class _LossWalk:
     """A walk from the loss backwards."""
 
     def __init__(self, facts: Dependence) -> None:

@@ -187,7 +187,7 @@ def _dense(node: fx.Node, writer: Writer) -> fx.Node:
 # --------------------------------------------------------------------------------------------------
 # Writing through a view
 
-Inverse = Callable[[View, fx.Node, fx.Node, Writer], fx.Node]
+WriteThrough = Callable[[View, fx.Node, fx.Node, Writer], fx.Node]
 
 
 def can_write(view: View) -> bool:
@@ -313,7 +313,7 @@ def _complex_pair(view: View, parent: fx.Node, new: fx.Node, writer: Writer) -> 
     return writer.call(aten.view_as_real.default, new)
 
 
-def _half(index: int) -> Inverse:
+def _half(index: int) -> WriteThrough:
     """Write the real (0) or imaginary (1) half. (``complex(new, imag)`` would fix dynamic sizes when traced.)"""
 
     def inverse(view: View, parent: fx.Node, new: fx.Node, writer: Writer) -> fx.Node:
@@ -324,11 +324,11 @@ def _half(index: int) -> Inverse:
     return inverse
 
 
-def _table(*rows: tuple[Inverse, tuple[Any, ...]]) -> dict[Any, Inverse]:
+def _table(*rows: tuple[WriteThrough, tuple[Any, ...]]) -> dict[Any, WriteThrough]:
     return {op: inverse for inverse, ops in rows for op in ops}
 
 
-_INVERSE: dict[Any, Inverse] = _table(
+_INVERSE: dict[Any, WriteThrough] = _table(
     (_same, (aten.alias.default, aten.detach.default, aten.contiguous.default, aten.dropout.default)),
     (
         _same,

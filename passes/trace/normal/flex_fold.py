@@ -46,7 +46,7 @@ def _fold(graph: fx.Graph, node: fx.Node, blocks: dict[fx.Node, fx.Node]) -> Non
     query, key, value, mask, score, changed, scale, grouped = given
     rows, columns = (int(t.meta["val"].shape[-2]) for t in (query, key))
     mode = fake_mode_of(graph)
-    program = _Program(rows, columns)
+    program = _FlexOperands(rows, columns)
     shown = [] if mask is None else program.steps(mask)
     lists = blocks.get(mask)
     if mask is not None and lists is None:
@@ -64,7 +64,7 @@ def _fold(graph: fx.Graph, node: fx.Node, blocks: dict[fx.Node, fx.Node]) -> Non
 
 
 @dataclass(frozen=True)
-class _Program:
+class _FlexOperands:
     """The operands of an attention's programs, and the steps of one."""
 
     rows: int

@@ -45,7 +45,7 @@ def count_visible(
     notes = []
     named = {given.node: leaves if given.kind == "batch" else state for given in inputs}
     names = {given.node: given.name for given in inputs}
-    values = _Values({node: named[node].get(name) for node, name in names.items()}, _batch(inputs))
+    values = _ExampleValues({node: named[node].get(name) for node, name in names.items()}, _batch(inputs))
     for node in graph.find_nodes(op="call_function", target=FLEX_BLOCKS):
         given: Any = node.args
         operands, mask, rows, columns = given
@@ -84,7 +84,7 @@ def _share(operands: Sequence[Tensor], mask: Sequence[str], rows: int, columns: 
     return seen / total
 
 
-class _Values:
+class _ExampleValues:
     """The values that nodes have for the example, as far as inputs and sizes tell."""
 
     def __init__(self, given: Mapping[str, Tensor | None], batch: frozenset[str]) -> None:

@@ -41,7 +41,7 @@ BAND_ELEMENTS = 1 << 20
 """Elements of a band, to stay in caches from op to op: with 2^18 to 2^22, 16,384 tokens took equally long."""
 
 
-class Kind(Enum):
+class BatchDependence(Enum):
     """The way in which a value depends on the batch."""
 
     FIXED = "fixed"
@@ -67,10 +67,10 @@ _FILLED_LIKE = (aten.new_ones.default, aten.new_zeros.default, aten.new_full.def
 
 def simplify_masks(graph: fx.Graph) -> None:
     """Leave out what known masks say, in place."""
-    kinds: dict[fx.Node, Kind] = {}
+    kinds: dict[fx.Node, BatchDependence] = {}
     for node in graph.nodes:
         kinds[node] = _kind(node, kinds)
-    known = _Values(kinds)
+    known = _SampleValues(kinds)
     meanings: dict[fx.Node, _Meaning] = {}  # many layers read one mask, and it may be large
     changed = False
     attentions = (
@@ -80,7 +80,7 @@ def simplify_masks(graph: fx.Graph) -> None:
     )
     for node in attentions:
         mask = argument(node, "attn_mask")
-        if not isinstance(mask, fx.Node) or kinds[mask] not in (Kind.FIXED, Kind.ALIKE):
+        if not isinstance(mask, fx.Node) or kinds[mask] not in (BatchDependence.FIXED, BatchDependence.ALIKE):
             continue
         if mask not in meanings:
             meanings[mask] = _meaning(known, mask)
@@ -108,7 +108,7 @@ class _Meaning(NamedTuple):
     causal_tokens: int | None = None
 
 
-def _meaning(known: _Values, mask: fx.Node) -> _Meaning:
+def _meaning(known: _SampleValues, mask: fx.Node) -> _Meaning:
     """Look at the mask band by band, until it neither hides nothing nor is causal."""
     rank = _rank(mask)
     sizes = _sizes(mask)
@@ -146,10 +146,10 @@ def _sizes(node: fx.Node) -> list[int]:
 
 
 @dataclass(frozen=True, eq=False)
-class _Values:
+class _SampleValues:
     """The values of nodes for one sample: whole ones, for all masks, and those of the band that is looked at."""
 
-    kinds: dict[fx.Node, Kind]
+    kinds: dict[fx.Node, BatchDependence]
     _whole: dict[fx.Node, Any] = field(default_factory=dict)
     _band: dict[tuple[fx.Node, int, range], Tensor | None] = field(default_factory=dict)
     _most: dict[fx.Node, int] = field(default_factory=dict)
@@ -162,10 +162,12 @@ class _Values:
         seen, waiting, most = {mask}, [mask], 0
         while waiting:
             node = waiting.pop()
-            if isinstance(node.meta.get("val"), Tensor) and self.kinds[node] is not Kind.OPEN:
+            if isinstance(node.meta.get("val"), Tensor) and self.kinds[node] is not BatchDependence.OPEN:
                 most = max(most, math.prod(_sizes(node)))
             before = (
-                [] if self.kinds[node] is Kind.SIZE else [n for n in node.all_input_nodes if n not in seen]
+                []
+                if self.kinds[node] is BatchDependence.SIZE
+                else [n for n in node.all_input_nodes if n not in seen]
             )
             seen.update(before)
             waiting += before
@@ -178,7 +180,7 @@ class _Values:
 
     def _evaluate(self, node: fx.Node) -> Any:
         if node not in self._whole:
-            if self.kinds[node] is Kind.SIZE:
+            if self.kinds[node] is BatchDependence.SIZE:
                 self._whole[node] = 1
             else:
                 args, kwargs = fx.map_arg((node.args, node.kwargs), self._evaluate)
@@ -243,81 +245,94 @@ class _Values:
         return result
 
 
-def _kind(node: fx.Node, kinds: dict[fx.Node, Kind]) -> Kind:
+def _kind(node: fx.Node, kinds: dict[fx.Node, BatchDependence]) -> BatchDependence:
     """Say how the node's result depends on the batch, given how what it reads does."""
     if node.op != "call_function":
-        return Kind.OPEN
+        return BatchDependence.OPEN
     if node.target is aten.sym_size.int:
         of_leaf = isinstance(node.args[0], fx.Node) and node.args[0].op == "placeholder"
-        return Kind.SIZE if of_leaf and node.args[1] == 0 else Kind.OPEN
+        return BatchDependence.SIZE if of_leaf and node.args[1] == 0 else BatchDependence.OPEN
     target, read = node.target, [kinds[source] for source in node.all_input_nodes]
     if not isinstance(target, torch._ops.OpOverload) or not isinstance(node.meta.get("val"), Tensor):
-        return Kind.OPEN
-    if Kind.OPEN in read or target._schema.is_mutable or torch.Tag.nondeterministic_seeded in target.tags:
-        return Kind.OPEN
-    if all(kind is Kind.FIXED for kind in read):
-        return Kind.FIXED
+        return BatchDependence.OPEN
+    if (
+        BatchDependence.OPEN in read
+        or target._schema.is_mutable
+        or torch.Tag.nondeterministic_seeded in target.tags
+    ):
+        return BatchDependence.OPEN
+    if all(kind is BatchDependence.FIXED for kind in read):
+        return BatchDependence.FIXED
     if target is aten.arange.default or (target is aten.arange.start and node.args[0] == 0):
-        return Kind.NUMBERS
+        return BatchDependence.NUMBERS
     if target is aten.expand.default:
         return _sized(node.args[1], kinds, kinds[node.args[0]])  # type: ignore[index]
     if target in _FILLED or target in _FILLED_LIKE:
         place = int(target in _FILLED_LIKE)
         filled = any(isinstance(value, fx.Node) for value in node.args[place + 1 :])
-        return Kind.OPEN if filled else _sized(node.args[place], kinds)
+        return BatchDependence.OPEN if filled else _sized(node.args[place], kinds)
     if target is aten.index.Tensor:
         return _indexed(node, kinds)
-    first = kinds[node.args[0]] if node.args and isinstance(node.args[0], fx.Node) else Kind.OPEN
+    first = kinds[node.args[0]] if node.args and isinstance(node.args[0], fx.Node) else BatchDependence.OPEN
     if target is aten.unsqueeze.default:
         behind = int(node.args[1]) % _rank(node) >= 1  # type: ignore[arg-type]
-        return first if behind else Kind.OPEN
+        return first if behind else BatchDependence.OPEN
     if target in _COPIES:
         return first
-    if Kind.SIZE in read or Kind.NUMBERS in read:
-        return Kind.OPEN
+    if BatchDependence.SIZE in read or BatchDependence.NUMBERS in read:
+        return BatchDependence.OPEN
     if target in _ALONG_A_DIMENSION:
         dim = argument(node, "dim")
         fits = all(_rank(source) == _rank(node) for source in node.all_input_nodes)
-        return Kind.ALIKE if fits and int(dim) % _rank(node) >= 1 else Kind.OPEN
+        return BatchDependence.ALIKE if fits and int(dim) % _rank(node) >= 1 else BatchDependence.OPEN
     if torch.Tag.pointwise in target.tags or target in _UNTAGGED:
         fits = all(_spreads(source, kinds[source], _rank(node)) for source in node.all_input_nodes)
-        return Kind.ALIKE if fits else Kind.OPEN
-    return Kind.OPEN
+        return BatchDependence.ALIKE if fits else BatchDependence.OPEN
+    return BatchDependence.OPEN
 
 
 def _rank(node: fx.Node) -> int:
     return int(node.meta["val"].dim())
 
 
-def _spreads(source: fx.Node, kind: Kind, rank: int) -> bool:
+def _spreads(source: fx.Node, kind: BatchDependence, rank: int) -> bool:
     """Tell whether dimension 0 of a pointwise result with ``rank`` dimensions is the one of ``source``, or not in it."""
-    if kind is Kind.ALIKE:
+    if kind is BatchDependence.ALIKE:
         return _rank(source) == rank
     return _rank(source) < rank or source.meta["val"].shape[0] == 1
 
 
-def _sized(sizes: Any, kinds: dict[fx.Node, Kind], source: Kind = Kind.FIXED) -> Kind:
+def _sized(
+    sizes: Any, kinds: dict[fx.Node, BatchDependence], source: BatchDependence = BatchDependence.FIXED
+) -> BatchDependence:
     """Say how a tensor of ``sizes``, which repeats something of kind ``source`` or one number, depends on the batch."""
     first, others = (sizes[0], sizes[1:]) if sizes else (None, ())
     if any(isinstance(size, fx.Node) for size in others):
-        return Kind.OPEN
+        return BatchDependence.OPEN
     if isinstance(first, fx.Node):
-        alike = kinds[first] is Kind.SIZE and source in (Kind.FIXED, Kind.ALIKE)
-        return Kind.ALIKE if alike else Kind.OPEN
-    if source is Kind.FIXED:
-        return Kind.FIXED
-    return Kind.ALIKE if source is Kind.ALIKE and first == -1 else Kind.OPEN
+        alike = kinds[first] is BatchDependence.SIZE and source in (
+            BatchDependence.FIXED,
+            BatchDependence.ALIKE,
+        )
+        return BatchDependence.ALIKE if alike else BatchDependence.OPEN
+    if source is BatchDependence.FIXED:
+        return BatchDependence.FIXED
+    return BatchDependence.ALIKE if source is BatchDependence.ALIKE and first == -1 else BatchDependence.OPEN
 
 
-def _indexed(node: fx.Node, kinds: dict[fx.Node, Kind]) -> Kind:
+def _indexed(node: fx.Node, kinds: dict[fx.Node, BatchDependence]) -> BatchDependence:
     """Say how ``source[numbers, columns]`` depends on the batch: each sample reads of its own part alone."""
     source, indices = node.args
     assert isinstance(source, fx.Node)
     assert isinstance(indices, Sequence)
     first, *others = indices
-    if kinds[source] is not Kind.ALIKE or not isinstance(first, fx.Node) or kinds[first] is not Kind.NUMBERS:
-        return Kind.OPEN
-    columns = [n for n in others if isinstance(n, fx.Node) and kinds[n] is Kind.FIXED]
+    if (
+        kinds[source] is not BatchDependence.ALIKE
+        or not isinstance(first, fx.Node)
+        or kinds[first] is not BatchDependence.NUMBERS
+    ):
+        return BatchDependence.OPEN
+    columns = [n for n in others if isinstance(n, fx.Node) and kinds[n] is BatchDependence.FIXED]
     rank = _rank(first)
-    fits = len(columns) == len(others) and all(_spreads(n, Kind.FIXED, rank) for n in columns)
-    return Kind.ALIKE if fits else Kind.OPEN
+    fits = len(columns) == len(others) and all(_spreads(n, BatchDependence.FIXED, rank) for n in columns)
+    return BatchDependence.ALIKE if fits else BatchDependence.OPEN

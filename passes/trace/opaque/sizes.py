@@ -68,7 +68,7 @@ class Observed:
     """The work of a run on real tensors, counted."""
 
 
-class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch leaves it untyped
+class _StorageWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch leaves it untyped
     """Sees which of the given storages are written, and whether random numbers are drawn."""
 
     def __init__(self, given: Sequence[Tensor]) -> None:
@@ -140,7 +140,7 @@ def observe_fake(opaque: Opaque, shapes: Sequence[Sequence[int]], given: Sequenc
             ]
             own = _own(opaque, tensors)
             places = [storage_of(tensor) for tensor in own]
-            with no_compile(), _Watch(own) as watch:
+            with no_compile(), _StorageWatch(own) as watch:
 
                 def effects() -> tuple[set[int], bool]:
                     moved = {i for i, t in enumerate(own) if storage_of(t) != places[i]}  # ``t.data = new``

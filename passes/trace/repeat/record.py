@@ -46,7 +46,7 @@ class NotRepeatableError(Exception):
 
 
 @dataclass(frozen=True)
-class Made:
+class RecordedNode:
     """A node that the run made, and the word that its name was made from."""
 
     node: fx.Node
@@ -59,7 +59,7 @@ class Recorded:
 
     path: str
     """The block's path in the tracer's names."""
-    nodes: tuple[Made, ...]
+    nodes: tuple[RecordedNode, ...]
     arguments: tuple[fx.Node, ...]
     """The nodes of the tensors among the arguments, in order."""
     state: Mapping[Place, fx.Node]
@@ -136,16 +136,16 @@ def record(
 
 
 @contextmanager
-def _made(graph: fx.Graph) -> Iterator[list[Made]]:
+def _made(graph: fx.Graph) -> Iterator[list[RecordedNode]]:
     """Collect the nodes that are made."""
-    made: list[Made] = []
+    made: list[RecordedNode] = []
     original = graph.create_node
 
     def create_node(
         op: str, target: Any, args: Any = None, kwargs: Any = None, name: Any = None, kind: Any = None
     ) -> fx.Node:
         node = original(op, target, args, kwargs, name, kind)
-        made.append(Made(node, name if name is not None else graph._target_to_str(target)))
+        made.append(RecordedNode(node, name if name is not None else graph._target_to_str(target)))
         return node
 
     graph.create_node = create_node  # type: ignore[method-assign, assignment]
@@ -176,7 +176,7 @@ def _known_sizes(tracer: Any, shape_env: ShapeEnv) -> tuple[int, ...]:
     )
 
 
-def _outer_sizes(made: list[Made], given: set[fx.Node], sight: Sight) -> frozenset[fx.Node]:
+def _outer_sizes(made: list[RecordedNode], given: set[fx.Node], sight: Sight) -> frozenset[fx.Node]:
     """Return the nodes of sizes that the run reads from before it; refuse every other kind of node."""
     own = {each.node for each in made}
     symbols = {
@@ -287,7 +287,7 @@ def _keepers(tracer: Any, own: set[fx.Node], known: Any) -> list[str]:
     return [type(holder).__name__ for holder in holders if not isinstance(holder, types.FrameType)]
 
 
-def _refuse_strangers(tracer: Any, path: str, made: list[Made]) -> None:
+def _refuse_strangers(tracer: Any, path: str, made: list[RecordedNode]) -> None:
     """Refuse nodes that other modules than the block's made."""
     depth = len(tracer.module_stack)
     for node in (each.node for each in made):

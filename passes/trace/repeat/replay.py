@@ -21,7 +21,7 @@ from torch.fx.experimental import proxy_tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from passes.graph.nodes import storage_key, symbolic
-from passes.trace.repeat.record import Argument, Made, NotRepeatableError, Recorded, Returned, node_of
+from passes.trace.repeat.record import Argument, NotRepeatableError, Recorded, RecordedNode, Returned, node_of
 from passes.trace.repeat.sight import Sight
 
 
@@ -34,7 +34,7 @@ def replay(tracer: Any, recorded: Recorded, path: str, sight: Sight, mode: FakeT
     with untraced():
         try:
             results = {each.node: _result(each, mode) for each in _returned(recorded.result)}
-            values = _Values(mode, inputs, {node: tensor.detach() for node, tensor in results.items()})
+            values = _BlockValues(mode, inputs, {node: tensor.detach() for node, tensor in results.items()})
             made = [values.of(each.node.meta["val"]) for each in recorded.nodes]
         except RuntimeError as error:  # before anything is written
             raise NotRepeatableError(str(error)) from error
@@ -73,7 +73,7 @@ def untraced() -> Iterator[None]:
         yield
 
 
-class _Values:
+class _BlockValues:
     """Values of this block's nodes, made from those of the recorded run."""
 
     def __init__(
@@ -107,7 +107,9 @@ class _Values:
         return fake
 
 
-def _write(tracer: Any, recorded: Recorded, made: Made, path: str, here: dict[fx.Node, fx.Node]) -> fx.Node:
+def _write(
+    tracer: Any, recorded: Recorded, made: RecordedNode, path: str, here: dict[fx.Node, fx.Node]
+) -> fx.Node:
     """Make one node."""
     old = made.node
     args, kwargs = fx.map_arg((old.args, old.kwargs), here.__getitem__)

@@ -84,7 +84,7 @@ class _Call:
 
 
 @dataclass(frozen=True)
-class _Record:
+class _RecordedRun:
     """A recorded run."""
 
     seen: Sight
@@ -105,12 +105,12 @@ class _Record:
 
 
 @dataclass
-class _Kind:
+class _BlockClass:
     """Runs of blocks of one class in one container."""
 
     ran: list[tuple[Sight, Codes]] = field(default_factory=list)
     """Runs that were not recorded: what they saw, and the functions that they called."""
-    records: list[_Record] = field(default_factory=list)
+    records: list[_RecordedRun] = field(default_factory=list)
     failures: int = 0
     """Runs that could not be compared or recorded."""
 
@@ -121,7 +121,7 @@ class Reuse:
     def __init__(self, model: nn.Module, mode: FakeTensorMode) -> None:
         self._mode = mode
         self._blocks = {id(vars(block)): (block, container) for container, block in _blocks(model)}
-        self._kinds: dict[Any, _Kind] = {}
+        self._kinds: dict[Any, _BlockClass] = {}
         self._busy = False
         self.written: Counter[str] = Counter()
         """The number of blocks that were written from a record, by class."""
@@ -144,7 +144,7 @@ class Reuse:
         if known is None or self._busy:
             return run()
         block, container = known
-        kind = self._kinds.setdefault((type(block), id(container)), _Kind())
+        kind = self._kinds.setdefault((type(block), id(container)), _BlockClass())
         path = tracer.path_of_module(module)
         again = any(name == path or name.startswith(f"{path}.") for name in tracer.num_calls)
         if (
@@ -164,12 +164,12 @@ class Reuse:
         finally:
             self._busy = False
 
-    def _refused(self, kind: _Kind, call: _Call, reason: Exception) -> Any:
+    def _refused(self, kind: _BlockClass, call: _Call, reason: Exception) -> Any:
         kind.failures += 1
         logger.debug("%s runs every time: %s", call.path, reason)
         return call.run()
 
-    def _run(self, kind: _Kind, call: _Call, seen: Sight) -> Any:
+    def _run(self, kind: _BlockClass, call: _Call, seen: Sight) -> Any:
         for known in kind.records:
             if known.serves(call, seen):
                 with contextlib.suppress(NotRepeatableError):
@@ -184,7 +184,7 @@ class Reuse:
         kind.ran.append((seen, called))
         return result
 
-    def _record(self, kind: _Kind, call: _Call, seen: Sight, codes: Codes) -> Any:
+    def _record(self, kind: _BlockClass, call: _Call, seen: Sight, codes: Codes) -> Any:
         """Run a block as one before it has run, recorded."""
         try:
             before = call.globals(codes)
@@ -216,7 +216,7 @@ class Reuse:
             kind.failures += 1
             logger.debug("%s runs every time: %s", call.path, reason)
         else:
-            kind.records.append(_Record(seen, codes, before, frozenset(reads), recorded))
+            kind.records.append(_RecordedRun(seen, codes, before, frozenset(reads), recorded))
         return result
 
 

@@ -50,7 +50,7 @@ class Amounts:
 
 
 @dataclass(frozen=True)
-class _Table:
+class _FactorCosts:
     """Costs over the options of ``units``: shape [options of each unit, prices or 1]."""
 
     units: tuple[int, ...]
@@ -65,7 +65,7 @@ class _Table:
 
 
 @dataclass(frozen=True)
-class _Step:
+class _EliminatedUnit:
     """One unit that was eliminated, and those whose options decide about its own.
 
     ``parts`` [options of the unit, options of each of ``units``, prices] add up to what these cost together.
@@ -76,7 +76,7 @@ class _Step:
     parts: tuple[FloatArray, ...]
 
     @classmethod
-    def of(cls, unit: int, units: tuple[int, ...], factors: Sequence[_Table]) -> _Step:
+    def of(cls, unit: int, units: tuple[int, ...], factors: Sequence[_FactorCosts]) -> _EliminatedUnit:
         """Add up the first of ``factors``, as many as do not make too large a table: the order decides about ties."""
         first, *rest = (f.over((unit, *units)) for f in factors)
         parts = [first]
@@ -127,7 +127,7 @@ class Elimination:
     tables: Sequence[WireTable]
     kept: tuple[int, ...]
     least: FloatArray
-    steps: tuple[_Step, ...]
+    steps: tuple[_EliminatedUnit, ...]
 
     def decode(self) -> NDArray[np.intp]:
         """[units, prices, options of each kept unit] the option of every unit in each minimum."""
@@ -190,24 +190,26 @@ def eliminate(
         ),
     ]
     factors = [f for f in factors if f.cost.any()]
-    steps: list[_Step] = []
+    steps: list[_EliminatedUnit] = []
     for unit, scope in _order(tuple(f.units for f in factors), tuple(count), tuple(kept)):
         size = len(state_prices) * math.prod(count[u] for u in scope) * count[unit]
         if size > MOST_ENTRIES:
             raise TooWideError(f"{size} entries")
         steps.append(
-            _Step.of(unit, scope, [f for f in factors if unit in f.units] or [_nothing(unit, count)])
+            _EliminatedUnit.of(
+                unit, scope, [f for f in factors if unit in f.units] or [_nothing(unit, count)]
+            )
         )
         factors = [f for f in factors if unit not in f.units]
-        factors.append(_Table(scope, steps[-1].least()))
+        factors.append(_FactorCosts(scope, steps[-1].least()))
     units = tuple(kept)
     least = sum(f.over(units) for f in factors)
     least = np.broadcast_to(np.asarray(least), (*(count[u] for u in kept), len(state_prices)))
     return Elimination(problem, tables, units, np.moveaxis(least, -1, 0).copy(), tuple(steps))
 
 
-def _nothing(unit: int, count: Sequence[int]) -> _Table:
-    return _Table((unit,), np.zeros((count[unit], 1)))
+def _nothing(unit: int, count: Sequence[int]) -> _FactorCosts:
+    return _FactorCosts((unit,), np.zeros((count[unit], 1)))
 
 
 @lru_cache(maxsize=256)
@@ -236,10 +238,12 @@ def _order(
     return tuple(found)
 
 
-def _of_units(problem: FeatureProblem, state_prices: FloatArray, held_prices: FloatArray) -> Iterator[_Table]:
+def _of_units(
+    problem: FeatureProblem, state_prices: FloatArray, held_prices: FloatArray
+) -> Iterator[_FactorCosts]:
     for unit, numbers in zip(problem.space.units, problem.units, strict=True):
         price = state_prices if unit.kind in KEPT_KINDS else held_prices
-        yield _Table((unit.index,), numbers.seconds[:, None] + numbers.bytes[:, None] * price)
+        yield _FactorCosts((unit.index,), numbers.seconds[:, None] + numbers.bytes[:, None] * price)
 
 
 def wire_seconds(problem: FeatureProblem, wire: int, known: WireTable) -> tuple[tuple[int, ...], FloatArray]:
@@ -248,13 +252,13 @@ def wire_seconds(problem: FeatureProblem, wire: int, known: WireTable) -> tuple[
     return units, _seconds(known, at, needs)
 
 
-def _of_wire(problem: FeatureProblem, wire: int, known: WireTable, held_prices: FloatArray) -> _Table:
+def _of_wire(problem: FeatureProblem, wire: int, known: WireTable, held_prices: FloatArray) -> _FactorCosts:
     at, needs, units = _along(problem, wire, known)
     seconds = _seconds(known, at, needs)[..., None]
     if not known.table.copies.any():
-        return _Table(units, seconds)
+        return _FactorCosts(units, seconds)
     copies = _over_needs(known.table.copies, at, needs)[..., None]
-    return _Table(units, seconds + copies * held_prices if copies.any() else seconds)
+    return _FactorCosts(units, seconds + copies * held_prices if copies.any() else seconds)
 
 
 def _along(

@@ -15,7 +15,7 @@ from passes.costs.costs import costs_of
 from passes.graph.graph import OpGraph
 from passes.lower.job import Job
 from passes.search.free.request import FreeRequest
-from passes.search.free.shapes import Shape, alternating, equalized, family_seconds, shapes
+from passes.search.free.shapes import BlockChoice, alternating, equalized, family_seconds, shapes
 from passes.search.free.splits import automatic_families
 from passes.trace.trace import trace
 
@@ -63,7 +63,7 @@ def cluster(bandwidth: str = "10TB/s", speeds: tuple[float, ...] = (3, 1, 1, 1))
     return ClusterSpec.from_dict({"name": "toys", "nodes": nodes, "network": {**link, "per": "device"}})
 
 
-def ranked(graph: OpGraph, machine: ClusterSpec, counts: tuple[int, ...] = (1, 4)) -> list[Shape]:
+def ranked(graph: OpGraph, machine: ClusterSpec, counts: tuple[int, ...] = (1, 4)) -> list[BlockChoice]:
     costs = costs_of(graph, machine)
     chosen = automatic_families(graph, costs, machine)
     return shapes(graph, costs, machine, FreeRequest(JOB), counts, chosen)
