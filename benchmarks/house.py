@@ -130,7 +130,7 @@ def _path(house: House, module: str) -> str:
     return "/".join(house.files[module]) + ".py"
 
 
-def _homonyms(house: House) -> dict[str, list[str]]:
+def homonyms(house: House) -> dict[str, list[str]]:
     """Find class names, also of type aliases, with several definitions that differ in more than their place."""
     found: dict[str, dict[str, list[str]]] = defaultdict(lambda: defaultdict(list))
     for module, tree in house.trees.items():
