@@ -60,7 +60,16 @@ def interrupted(arguments: list[str], moment_seconds: float) -> Row:
     """Plan in a process of its own, and interrupt it once."""
     with tempfile.TemporaryDirectory() as name, tempfile.TemporaryFile("w+") as stderr:
         folder = Path(name)
-        command = [sys.executable, "-m", "partitioner", "plan", *arguments, "-o", str(folder / "plan.json")]
+        command = [
+            sys.executable,
+            "-m",
+            "partitioner",
+            "plan",
+            *arguments,
+            "--no-cache",
+            "-o",
+            str(folder / "plan.json"),
+        ]
         process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=stderr)
         watched, pressed = psutil.Process(process.pid), math.inf
         until = time.monotonic() + MOST_SECONDS

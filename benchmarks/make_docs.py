@@ -114,6 +114,7 @@ def _run(command: str, folder: str) -> str:
         "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}",
         "PYTHONPATH": str(ROOT),
         "PARTITIONER_CALIBRATION": "none",
+        "PARTITIONER_CACHE": "none",
         "OMP_NUM_THREADS": "1",
     }
     done = subprocess.run(

@@ -28,7 +28,7 @@ from benchmarks.overlap_rank import prepare_both, take_turns, without
 from benchmarks.prediction import calibrated
 from benchmarks.prediction_plans import PlanCase, fixed
 from cost_models.cluster import ClusterSpec
-from cost_models.measure.stored import VARIABLE
+from cost_models.files import CALIBRATION
 from runtime.ranks.launch import WorkerPool
 
 HEAD = (
@@ -82,7 +82,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     chosen = [case for case in cases() if fnmatch.fnmatch(case.name, options.only)]
     torch.set_num_threads(1)
-    os.environ[VARIABLE] = str(options.calibration or calibrated())
+    os.environ[CALIBRATION] = str(options.calibration or calibrated())
     print(f"computing beside a message takes {ClusterSpec.local(2).contention([0, 1]):.2f}x")
     load = os.getloadavg()[0]
     print(HEAD)

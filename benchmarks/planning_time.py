@@ -35,7 +35,7 @@ def seconds_of(task: str, root: Path) -> float:
         f"import json, runpy, sys; sys.path.insert(0, {str(root)!r})\n"
         f"print(json.dumps(runpy.run_path({str(Path(__file__))!r})['plan']({task!r})))"
     )
-    environment = {**os.environ, "PARTITIONER_CALIBRATION": "none"}
+    environment = {**os.environ, "PARTITIONER_CALIBRATION": "none", "PARTITIONER_CACHE": "none"}
     done = subprocess.run(
         [sys.executable, "-c", code],
         cwd=root,

@@ -38,10 +38,10 @@ from benchmarks.prediction_rank import (
 )
 from benchmarks.residuals import Residual, replace_residuals, residual_of
 from cost_models.cluster import ClusterSpec
+from cost_models.files import CALIBRATION
 from cost_models.host import core_count
 from cost_models.measure.run import calibrate_workers
 from cost_models.measure.shown import render_calibration
-from cost_models.measure.stored import VARIABLE
 from partitioner.plan import Plan
 from partitioner.record.rebuild import simulate_plan
 from passes.costs.cases import count_case
@@ -139,7 +139,7 @@ def _middle(of_case: Sequence[Row]) -> Row:
 def _turn(cases: Sequence[PlanCase], workers: int, options: argparse.Namespace) -> list[Row]:
     """Calibrate, plan and run all cases."""
     before = _paces(workers)
-    os.environ[VARIABLE] = str(options.calibration or calibrated())
+    os.environ[CALIBRATION] = str(options.calibration or calibrated())
     better = min(*before, *_paces(workers))
     rows = [Row(case, case.plan(ClusterSpec.local(workers)), calibrated_pace=better) for case in cases]
     print(f"predictions rest on: {rows[0].plan.prediction.confidence}", flush=True)

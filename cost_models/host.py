@@ -1,4 +1,4 @@
-"""Memory and cores that this machine offers to local workers."""
+"""The processor, memory and cores that this machine offers to local workers."""
 
 from __future__ import annotations
 
@@ -23,6 +23,16 @@ def memory_bytes() -> int:
 def core_count() -> int:
     """Return the number of cores that this process may run on."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def processor_name() -> str:
+    """Return the processor's name."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        lines = []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or "unknown processor"
 
 
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3

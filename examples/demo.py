@@ -8,9 +8,10 @@ from __future__ import annotations
 import argparse
 import time
 
+from cost_models.files import calibration_path
 from cost_models.measure.run import calibrate_workers
 from cost_models.measure.shown import render_calibration
-from cost_models.measure.stored import cache_path, stored_calibration
+from cost_models.measure.stored import stored_calibration
 from examples.byte_text import batches, gpt
 from partitioner import ClusterSpec, Plan, partition
 from passes.costs.cases import count_case
@@ -31,7 +32,7 @@ def main() -> None:
 
     heading("1. Measure this machine (cached)")
     if stored_calibration() is None:
-        calibrate_workers(WORKERS, count_case, measure_collectives).save(cache_path())
+        calibrate_workers(WORKERS, count_case, measure_collectives).save(calibration_path())
     stored = stored_calibration()
     print(
         render_calibration(stored.calibration)

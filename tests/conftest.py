@@ -1,4 +1,4 @@
-"""For every test: no calibration of the machine that happens to run it, golden texts, who runs what beside whom.
+"""For every test: no calibration of this machine, no stored plans, golden texts, who runs what beside whom.
 
 ``golden("plan_small", text)`` compares with ``tests/golden/plan_small.txt``. A difference is a change of behaviour:
 look at it, then accept it with ``pytest --update-golden``.
@@ -19,6 +19,7 @@ from benchmarks.faults import stay_forkable
 
 stay_forkable()  # before a test plans anything, be it while it is imported
 os.environ["PARTITIONER_CALIBRATION"] = "none"
+os.environ["PARTITIONER_CACHE"] = "none"
 
 FOLDER = Path(__file__).parent / "golden"
 settings.register_profile("one case per idea", max_examples=25)

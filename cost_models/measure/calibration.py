@@ -10,10 +10,8 @@ A GPU's file is written anew after every few measurements, so one that was inter
 from __future__ import annotations
 
 import json
-import os
 import platform
 import subprocess
-import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -24,6 +22,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from cost_models import host
 from cost_models.devices import DeviceKind
 from cost_models.errors import UsageError
+from cost_models.files import replace_file
 from cost_models.op_profile import Phase
 from cost_models.spec.document import key_path
 
@@ -92,7 +91,7 @@ class Machine(CalibrationData):
         if device.type != "cuda":
             return cls(
                 kind="cpu",
-                card=_processor(),
+                card=host.processor_name(),
                 count=host.core_count(),
                 memory_bytes=0,
                 compute_capability="",
@@ -180,16 +179,10 @@ class Calibration(CalibrationData):
 
     def save(self, path: Path) -> None:
         """Write atomically; a crash leaves the previous file."""
-        temporary = None
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".tmp")
-            with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-                file.write(self.model_dump_json(indent=1) + "\n")
-            Path(temporary).replace(path)
+            replace_file(path, self.model_dump_json(indent=1) + "\n")
         except OSError as error:
-            if temporary is not None:
-                Path(temporary).unlink(missing_ok=True)
             raise UsageError(f"cannot write the calibration to {path}", [str(error)]) from error
 
 
@@ -223,15 +216,6 @@ def _wrong(path: Path, because: list[str]) -> UsageError:
         because,
         ["measure again: partitioner calibrate, or on the GPU: partitioner calibrate --device cuda -o FILE"],
     )
-
-
-def _processor() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
-    except OSError:
-        lines = []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor() or "unknown processor"
 
 
 def _nvidia_smi(device: torch.device) -> tuple[str | None, float | None]:

@@ -16,13 +16,11 @@ import torch
 from pydantic import ValidationError
 
 from cost_models.errors import UsageError
+from cost_models.files import CALIBRATION, calibration_path
 from cost_models.measure.calibration import Calibration, Machine, field_problems
 from cost_models.measure.fit import worker_rates
 
 logger = logging.getLogger("partitioner")
-
-VARIABLE = "PARTITIONER_CALIBRATION"
-"""Environment variable: the calibration file to use; ``none`` for no calibration."""
 
 
 class StoredCalibration(NamedTuple):
@@ -32,20 +30,11 @@ class StoredCalibration(NamedTuple):
     path: Path
 
 
-def cache_path() -> Path:
-    """Return the file of the calibration: ``$PARTITIONER_CALIBRATION``, or a file in the user's cache folder."""
-    chosen = os.environ.get(VARIABLE, "")
-    if chosen and chosen != "none":
-        return Path(chosen)
-    base = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
-    return Path(base) / "partitioner" / "calibration.json"
-
-
 def stored_calibration() -> StoredCalibration | None:
     """Load this machine's calibration, if there is a valid one; a file that is not is left aside with a warning."""
-    if os.environ.get(VARIABLE) == "none":
+    if os.environ.get(CALIBRATION) == "none":
         return None
-    path = cache_path()
+    path = calibration_path()
     try:
         stamp = path.stat().st_mtime_ns
     except OSError:

@@ -13,12 +13,12 @@ from cyclopts import Parameter
 from cost_models import host
 from cost_models.cluster import ClusterSpec
 from cost_models.errors import UsageError
+from cost_models.files import calibration_path
 from cost_models.measure.calibration import Calibration, merged
 from cost_models.measure.cases import NUMBERS, NumberFormat, OpCase, PlannedOp, cases_of, device_cases
 from cost_models.measure.fit import fit
 from cost_models.measure.run import calibrate_device, calibrate_workers
 from cost_models.measure.shown import render_calibration, render_rates
-from cost_models.measure.stored import cache_path
 from cost_models.variants import calibrated, calibrated_model
 from partitioner.commands.options import JsonFlag, QuietFlag, WholeNumber, check_output, emit, progress
 from partitioner.plan import Plan
@@ -79,7 +79,7 @@ def calibrate(
     of_workers = device == "cpu" and not merge
     cases = [] if merge or of_workers else _cases(for_, short, target)
     if output is None:
-        output = cache_path() if of_workers else _gpu_path(device)
+        output = calibration_path() if of_workers else _gpu_path(device)
     if merge:
         calibration = merged([Calibration.load(file, "cuda") for file in merge])
         calibration.save(output)
@@ -138,7 +138,7 @@ def _gpu_path(device: str) -> Path:
             "cannot choose a file for a GPU's calibration", ["there is no GPU here"], ["-o FILE"]
         )
     card = torch.cuda.get_device_name(torch.device(device if device != "cpu" else "cuda"))
-    return cache_path().parent / f"gpu-{re.sub(r'[^A-Za-z0-9]+', '-', card).strip('-').lower()}.json"
+    return calibration_path().parent / f"gpu-{re.sub(r'[^A-Za-z0-9]+', '-', card).strip('-').lower()}.json"
 
 
 def _refuse_mixed(

@@ -1,21 +1,14 @@
-"""``partitioner plan``: from a model and a cluster to a plan."""
+"""``partitioner plan``: the plan of an earlier call that was the same, or a new one (``plan_model``)."""
 
 from __future__ import annotations
 
+import json as json_text
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import fields
-from typing import Annotated, Any, cast
+from pathlib import Path
+from typing import Annotated
 
 from cyclopts import Parameter
 
-from cost_models.cluster import ClusterSpec
-from cost_models.errors import InterruptedSearchError, TimeLimitError
-from cost_models.shown import printable
-from cost_models.units import counted, format_bytes, format_seconds, percent
-from partitioner.api import plan_traced
-from partitioner.commands import options
 from partitioner.commands.options import (
     NOTHING_GIVEN,
     Dims,
@@ -25,25 +18,16 @@ from partitioner.commands.options import (
     OutputFile,
     QuietFlag,
     WholeNumber,
-    block_sizes,
     check_output,
     emit,
-    mesh_shape,
-    microbatch_count,
-    pins,
     progress,
-    read_precision,
     report,
 )
-from partitioner.models.as_graph import Check, as_graph
 from partitioner.planning.option_table import with_command_help
-from partitioner.planning.options import PlanOptions
-from partitioner.report.live import live_line
-from partitioner.report.text import columns
-from passes.interrupts import best_so_far_kept
-from passes.search.words import STRATEGY_WORDS
-from passes.timings import PassTime, pass_times
-from passes.trace.loss.reduction import checked_reduction
+from partitioner.planning.stored_plans import StoredPlan, plan_key, store_plan, stored_plan
+from partitioner.record.file import write_text
+from partitioner.report.text import terminal_width, text_within
+from runtime.collector import collector_paused
 
 
 @with_command_help
@@ -75,6 +59,7 @@ def plan(
     time_limit: float = 60.0,
     model_options: ModelOptions = NOTHING_GIVEN,
     output: OutputFile = None,
+    no_cache: Flag = False,
     timings: Flag = False,
     quiet: QuietFlag = False,
     json: JsonFlag = False,
@@ -91,101 +76,41 @@ def plan(
         A cluster file, PRESET[:NODES] such as dgx-h100:8, or local:N for CPU workers on this machine.
     output
         The file to write the plan to; without it nothing is written.
+    no_cache
+        Plan anew: neither read nor write the plans of earlier calls.
     timings
-        Also print, on stderr, each pass of the compile with its seconds and what came out.
+        Plan anew, and also print, on stderr, each pass of the compile with its seconds and what came out.
     """
-    given = {**locals(), "microbatches": microbatch_count(microbatches)}
-    dims: dict[str, Any] = {
-        "batch_dims": options.batch_dims(batch_dims),
-        "dynamic_dims": options.dynamic_dims(dynamic_dims),
-    }
-    types = read_precision(precision)
-    reduction = checked_reduction(loss_reduction)
-    given |= {
-        "pins": pins(pin, strategy),
-        "mesh": mesh_shape(mesh),
-        "splits": block_sizes(split),
-        "time_limit_seconds": time_limit,
-    }
-    wanted = PlanOptions(**{field.name: given[field.name] for field in fields(PlanOptions)})
-    wanted.check()
-    check_output(output)
-    machines = ClusterSpec.parse(cluster)
-    wanted.check_mesh(machines)
-    with best_so_far_kept(), _or_no_plan():
-        with live_line(quiet=quiet), pass_times() as times:
-            with progress(f"loading {model}", quiet=quiet):
-                workload = model_options.load(model)
-            with progress(f"tracing {model}", quiet=quiet):
-                traced = as_graph(
-                    workload,
-                    precision=types,
-                    loss_reduction=reduction,
-                    opaque=opaque,
-                    check=cast("Check", check),
-                    **dims,
-                )
-            with progress("searching", quiet=quiet):
-                made = plan_traced(traced, machines, wanted, types)
-        if output is not None:
-            made.save(output)
-        if timings:
-            print(pass_table(times), file=sys.stderr)
-        emit(made, made.to_dict(), json)
-    status = made.certificate.solver_status
-    if status not in ("time limit", "interrupted"):
-        return 0
-    stopped = "was interrupted" if status == "interrupted" else f"stopped after {time_limit:g} s"
-    return report(
-        TimeLimitError(
-            f"the search {stopped} with a plan that fits",
-            because=[
-                f"it is within {percent(made.certificate.gap)} of the best "
-                + STRATEGY_WORDS[made.strategy].best_of
-                + " can have"
-                if made.certificate.gap < 1
-                else "how far it is from the best was not found out in that time"
-            ],
-            suggestions=["use the plan as it is, or search on with a larger --time-limit"],
-        )
-    )
+    arguments = dict(locals())
+    for name in ("model", "output", "no_cache", "timings", "quiet", "json"):
+        del arguments[name]
+    key = None if no_cache else plan_key(model, arguments)
+    known = None if key is None or timings else stored_plan(key)
+    if known is not None:
+        check_output(output)
+        return _emit_known(known, output, quiet=quiet, json=json)
+    with progress("importing torch", quiet=quiet), collector_paused():
+        from partitioner.commands.plan_model import out_of_time, plan_model
+    made = plan_model(model, arguments, output, timings=timings, quiet=quiet, json=json)
+    if stopped := out_of_time(made, time_limit):
+        return report(stopped)
+    if key is not None:
+        width = terminal_width()
+        with text_within(width):
+            store_plan(key, StoredPlan(made.to_json(), str(made), width))
+    return 0
 
 
-@contextmanager
-def _or_no_plan() -> Iterator[None]:
-    """Say clearly that there is no plan where Ctrl-C ends the work before one was found."""
-    try:
-        yield
-    except KeyboardInterrupt:
-        raise InterruptedSearchError(
-            "the search was interrupted",
-            ["no plan that fits was found until then; nothing is written"],
-            ["give it more time: from the first that is found on, Ctrl-C takes the best so far"],
-        ) from None
+def _emit_known(known: StoredPlan, output: Path | None, *, quiet: bool, json: bool) -> int:
+    """Write and print the plan of an earlier call as that call did."""
+    if not quiet:
+        print("this call was planned before (--no-cache plans anew)", file=sys.stderr)
+    if output is not None:
+        write_text(output, known.plan)
+    table: object = known.table
+    if not json and known.width != terminal_width():
+        from partitioner.plan import Plan  # it imports torch
 
-
-def pass_table(times: Sequence[PassTime]) -> str:
-    """Render the passes in the order in which they ran, each with its phases, and with their shares of the whole.
-
-    ``processor``: the process's own seconds, without those for which it waited; ``peak``: the most memory until then.
-    """
-    whole = sum(each.seconds for each in times)
-    rows = []
-    for each in times:
-        peak = format_bytes(each.peak_bytes) if each.peak_bytes else ""
-        busy = format_seconds(each.processor_seconds)
-        rows.append(
-            [each.name, format_seconds(each.seconds), _share(each.seconds, whole), busy, peak, each.result]
-        )
-        for phase in each.phases:
-            seconds, share = format_seconds(phase.seconds), _share(phase.seconds, whole)
-            rows.append([f"  {phase.name}", seconds, share, "", "", counted(phase.calls, "time")])
-    busy = format_seconds(sum(each.processor_seconds for each in times))
-    most = max((each.peak_bytes for each in times), default=0)
-    rows.append(["all", format_seconds(whole), "", busy, format_bytes(most) if most else "", ""])
-    heads = ("pass", "time", "share", "processor", "peak", "result")
-    return printable(columns(heads, rows, left=("pass", "result")))
-
-
-def _share(seconds: float, whole: float) -> str:
-    return percent(seconds / whole) if whole else ""
+        table = Plan.from_json(known.plan)
+    emit(table, json_text.loads(known.plan), json)
+    return 0

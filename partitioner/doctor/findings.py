@@ -130,13 +130,14 @@ def _torch() -> tuple[str, tuple[tuple[str, ...], str | None, tuple[str, ...]]]:
 
 def _calibration() -> tuple[str | None, str | None]:
     """Return the file of the calibration that plans use, or of one that they do not."""
-    from cost_models.measure.stored import VARIABLE, cache_path, stored_calibration
+    from cost_models.files import CALIBRATION, calibration_path
+    from cost_models.measure.stored import stored_calibration
 
     found = stored_calibration()
     if found is not None:
         return str(found[1]), None
-    unused = os.environ.get(VARIABLE) != "none" and cache_path().exists()
-    return None, str(cache_path()) if unused else None
+    unused = os.environ.get(CALIBRATION) != "none" and calibration_path().exists()
+    return None, str(calibration_path()) if unused else None
 
 
 def _plan_on_trial() -> tuple[str, float]:

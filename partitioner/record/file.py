@@ -11,7 +11,6 @@ import json
 import math
 import os
 import re
-import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -28,6 +27,7 @@ from pydantic import (
 )
 
 from cost_models.errors import PlanError
+from cost_models.files import replace_file
 from cost_models.shown import ShownInNotebooks
 from cost_models.spec.document import key_path
 from cost_models.units import show
@@ -99,7 +99,11 @@ class PlanFile(ShownInNotebooks, Record):
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the plan as JSON. Atomic: a crash leaves the previous file, never half of a new one."""
-        write_text(Path(path), self.model_dump_json(indent=1) + "\n")
+        write_text(Path(path), self.to_json())
+
+    def to_json(self) -> str:
+        """Return the text of the plan's file."""
+        return self.model_dump_json(indent=1) + "\n"
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Self:
@@ -133,18 +137,9 @@ class PlanFile(ShownInNotebooks, Record):
 def write_text(target: Path, text: str) -> None:
     """Replace ``target`` by ``text``. Atomic: a crash leaves the previous file, never half of a new one."""
     try:
-        descriptor, temporary = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.", suffix=".tmp")
+        replace_file(target, text)
     except OSError as error:
         raise PlanError(f"cannot write the plan to {target}", because=[_reason(error)]) from error
-    try:
-        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-            file.write(text)
-        Path(temporary).chmod(0o644)
-        Path(temporary).replace(target)
-    except OSError as error:
-        raise PlanError(f"cannot write the plan to {target}", because=[_reason(error)]) from error
-    finally:
-        Path(temporary).unlink(missing_ok=True)  # there only if it was not moved, for whatever reason
 
 
 def read_text(path: str | os.PathLike[str]) -> str:

@@ -17,7 +17,6 @@ import itertools
 import json
 import logging
 import os
-import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -29,8 +28,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, fx
 
+from cost_models.files import CALIBRATION, calibration_path, replace_file
 from cost_models.layout import Partial
-from cost_models.measure.stored import VARIABLE, cache_path
 from passes.graph.nodes import op_name, tensors_of
 from passes.graph.recomputed import draws_random_numbers
 from passes.shard.rules import choices as choices_by_rule
@@ -323,7 +322,7 @@ def _quietly() -> Iterator[None]:
 
 def kept_file() -> Path | None:
     """Return where results are kept between runs: beside the calibration; None where that is switched off."""
-    return None if os.environ.get(VARIABLE) == "none" else cache_path().with_name("sharding.json")
+    return None if os.environ.get(CALIBRATION) == "none" else calibration_path().with_name("sharding.json")
 
 
 def read_kept(path: Path) -> dict[str, list[Choice]]:
@@ -351,9 +350,6 @@ def keep(path: Path, key: str, choices: Sequence[Choice]) -> None:
     }
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        handle, name = tempfile.mkstemp(dir=path.parent, prefix=path.name)
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            json.dump(data, file, indent=1)
-        os.replace(name, path)
+        replace_file(path, json.dumps(data, indent=1))
     except OSError as error:
         logger.warning("cannot keep the shardings in %s: %s", path, error)

@@ -17,7 +17,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from partitioner.cli import run_command
-from partitioner.commands import plan  # noqa: F401 - imports torch, so that every moment is within the command
+from partitioner.commands import plan_model  # noqa: F401 - imports torch, so that every moment is within the command
 
 MOST_SECONDS = 100.0
 

@@ -193,6 +193,7 @@ def environment() -> dict[str, str]:
         "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}",
         "PYTHONPATH": str(ROOT),
         "PARTITIONER_CALIBRATION": "none",
+        "PARTITIONER_CACHE": "none",
         "OMP_NUM_THREADS": "1",
         "HF_HUB_OFFLINE": "1",
     }

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from cost_models.cluster import ClusterSpec
-from partitioner.commands.plan import pass_table
+from partitioner.commands.plan_model import pass_table
 from passes.compile import compile_graph
 from passes.lower.job import Job
 from passes.search.feature.place import FeatureRequest

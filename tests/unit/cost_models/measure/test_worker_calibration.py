@@ -16,6 +16,7 @@ from cost_models.cluster import ClusterSpec
 from cost_models.compute import optimizer_seconds
 from cost_models.conversion import group_links
 from cost_models.errors import UsageError
+from cost_models.files import CALIBRATION, calibration_path
 from cost_models.measure import run
 from cost_models.measure.calibration import Calibration, Machine, Measurement, PhaseTiming
 from cost_models.measure.cases import OpCase, worker_cases
@@ -23,7 +24,7 @@ from cost_models.measure.fit import STANDS_FOR_ALL, fit_curve, fit_line, worker_
 from cost_models.measure.messages import fit_latency
 from cost_models.measure.ops import CaseSeconds, CaseWork, time_case, worker_record
 from cost_models.measure.shown import render_calibration
-from cost_models.measure.stored import VARIABLE, cache_path, stored_calibration
+from cost_models.measure.stored import stored_calibration
 from cost_models.memory import StateBytes
 from cost_models.op_profile import ARITHMETIC, CostCurve, CostLine, OpTimes, Phase, kind_of, op_phase_seconds
 from passes.costs.cases import count_case
@@ -325,7 +326,7 @@ def test_a_file_that_cannot_be_written_is_an_error(tmp_path: Path) -> None:
 
 
 def use(monkeypatch: pytest.MonkeyPatch, path: Path) -> None:
-    monkeypatch.setenv(VARIABLE, str(path))
+    monkeypatch.setenv(CALIBRATION, str(path))
 
 
 def test_local_clusters_use_it_and_say_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -446,9 +447,9 @@ def test_another_machines_file_is_left_aside(
 
 
 def test_where_it_is_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv(VARIABLE, "none")
+    monkeypatch.setenv(CALIBRATION, "none")
     assert stored_calibration() is None
-    monkeypatch.delenv(VARIABLE)
+    monkeypatch.delenv(CALIBRATION)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert cache_path() == tmp_path / "partitioner" / "calibration.json"
+    assert calibration_path() == tmp_path / "partitioner" / "calibration.json"
     assert stored_calibration() is None
