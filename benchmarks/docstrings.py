@@ -7,6 +7,7 @@ slid legend           a legend that was filled like prose, so that what a row go
                           work    the busiest device is busy for the sum over its ops, and the step takes at least
                           that
                                   long
+foreign word          a word that the glossary (docs/glossary.md) gives up for another one
 """
 
 from __future__ import annotations
@@ -15,6 +16,9 @@ import ast
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
+
+from benchmarks.rooms import ROOT
 
 ELLIPTICAL = frozenset(
     (
@@ -36,10 +40,13 @@ ELLIPTICAL = frozenset(
     )
 ) | {"In", "On", "To", "That", "If"}
 """First words that are no thing and no verb."""
+GLOSSARY = ROOT / "docs" / "glossary.md"
 FULL_LINE = 90
 """Characters of a line that may have been broken because it was full."""
 ROW = re.compile(r"(\s*\S(?:.*?\S)?? {2,})\S")
 """A row of a legend: a symbol, two spaces at least, and what it means. The group ends where the meaning begins."""
+
+QUOTED = re.compile(r'``[^`]*``|"[^"]*"')
 
 
 @dataclass(frozen=True)
@@ -71,6 +78,29 @@ def is_elliptical(text: str) -> bool:
     """Tell whether a docstring begins with one of ELLIPTICAL."""
     words = text.split(maxsplit=1)
     return bool(words) and words[0].rstrip(",:;") in ELLIPTICAL
+
+
+@cache
+def foreign_words() -> dict[str, str]:
+    """Return the words that the glossary's tables give up, each with the word to use."""
+    rows = [line.strip("| \n").split("|") for line in GLOSSARY.read_text(encoding="utf-8").splitlines()]
+    return {
+        foreign.strip(): row[0].strip()
+        for row in rows
+        if len(row) == 3
+        for foreign in row[2].split(",")
+        if foreign.strip() not in ("", "not", "---")
+    }
+
+
+def foreign_in(text: str) -> list[str]:
+    """Return the foreign words of a text, names in double backticks and quotations left out, each with the word to use."""
+    prose = " ".join(QUOTED.sub("", text).split())
+    return [
+        f"{foreign} ({word})"
+        for foreign, word in foreign_words().items()
+        if re.search(rf"(?<![\w-]){re.escape(foreign)}s?(?![\w-])", prose, re.IGNORECASE)
+    ]
 
 
 def slid_lines(text: str) -> list[str]:

@@ -155,7 +155,7 @@ def agreed_place(place: DataPlace, reads: bool, meeting: Meeting) -> DataPlace:
 
 
 def _axes_of_samples(graph: OpGraph, spec: BatchSpec, read: frozenset[str]) -> tuple[int, ...]:
-    """Find the axes along which every leaf that is read is split by samples; none where that is not all there is to say."""
+    """Find the axes along which every leaf read is split by samples; none if something else (tokens) is split too."""
     counts, user = graph.token_counts, user_leaves(graph.batch, graph.token_counts)
     if spec.mesh is None or any(dim is None for dim in user.batch_dims.values()):
         return ()

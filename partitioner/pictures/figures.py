@@ -34,7 +34,7 @@ from partitioner.record.file import write_text
 from partitioner.record.rebuild import simulate_plan
 
 WIDTH, MARGIN, LABEL, RIGHT = 960.0, 14.0, 110.0, 24.0
-"""Pixels: of a figure, around it, of the names of lanes, and right of them, where the last tick's words end."""
+"""Pixels: of a figure, around it, of the names of lanes, and right of them, where the words of the last mark end."""
 LANE, GAP = 26.0, 6.0
 """Pixels of a timeline's lane, and between two."""
 CHART, CHART_GAP = 110.0, 34.0

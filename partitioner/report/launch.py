@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 def launch_of(plan: PlanData, run: str) -> str:
-    """Write ``torchrun`` of ``run`` for each machine that has a used device; the first one is the meeting point.
+    """Write ``torchrun`` of ``run`` for each machine that has a used device; the first one is where all ranks connect.
 
     Nodes of one ``host`` are one machine, whose processes play its devices in file order (``deployment.facts``).
     """

@@ -110,7 +110,7 @@ def stage_key(
     state_number = {name: i for i, name in enumerate(state)}
     choices: dict[Hashable, int] = {}
     numbered: dict[int, int] = {}
-    """Number of the choice that is this object: equal ops mostly have one."""
+    """Index of each distinct sharding choice, by object identity: equal ops mostly share one object."""
 
     def choice(op: str) -> int:
         found = placement.choices.get(op)

@@ -47,7 +47,7 @@ class Segmentation:
         return self.regions[segment] if self.regions else ()
 
     def mesh_of(self, segment: int) -> Mesh | None:
-        """The arrangement of the ranks of a segment that several run on their shards."""
+        """The mesh of the ranks of a segment that several run on their shards."""
         return self.meshes[segment] if self.meshes else None
 
     def __len__(self) -> int:

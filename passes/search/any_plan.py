@@ -1,4 +1,4 @@
-"""Seconds that no plan of a step is below, whatever the strategy: the bound that every certificate carries.
+"""Lower bound on the step of any plan, whatever the strategy: the one that every certificate carries.
 
 A plan may run an op whole, on shards of a mesh, in blocks of neurons, again in backward, in any number of micro-batches,
 and beside any bridges. What all of them share, and the proof:
@@ -84,7 +84,7 @@ class _FastestRates:
 
 
 def any_plan_bound(graph: OpGraph, costs: GraphCosts, cluster: ClusterSpec, job: Job) -> float:
-    """Seconds that no plan of this step on this cluster simulates below; the proof is the module's."""
+    """Lower bound on the simulated step of any plan of it on this cluster; the proof is the module's."""
     ops = _Ops.of(graph, costs)
     kinds: dict[Device, int] = {}
     for device in cluster.devices:

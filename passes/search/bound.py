@@ -1,4 +1,4 @@
-"""Bounds: seconds that no placement can be below, and the method that proves it."""
+"""Lower bounds on the seconds of any placement, and the method that proves them."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class PhaseTimes:
 
 
 def whole_ops_bound(ops: PhaseTimes, microbatches: int) -> float:
-    """Seconds that no plan with every op whole on one device can beat, whatever its schedule and links.
+    """Lower bound on any plan with every op whole on one device, whatever its schedule and links.
 
     The space is exactly that: layer-wise plans, and free ones without split ops. A sharded op, or one in blocks of
     neurons, is on several devices at once, and its parts may together be faster (``passes.search.any_plan`` has the bound

@@ -50,7 +50,7 @@ def in_rows(stages: Iterable[StageTerms]) -> tuple[StageTerms, ...]:
 
 @dataclass(frozen=True)
 class BoundTerm:
-    """An option, or several, and the seconds that none of its pipelines is below; null: nothing fits."""
+    """An option, or several, and the lower bound on its pipelines; null: nothing fits."""
 
     option: str
     options: AtLeastOne

@@ -93,7 +93,7 @@ class RunnerUp:
     bounded: bool = False
     """True where it was proved slower without a simulation."""
     named: bool = False
-    """True for what is named however many others are faster: the plan that the search began with."""
+    """True for the plan that the search began with: always listed, even among many faster ones."""
 
     @property
     def fits(self) -> bool:

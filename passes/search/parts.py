@@ -145,7 +145,7 @@ class Part:
 
     ranks: tuple[int, ...]
     floor_seconds: float
-    """Seconds that no step on its devices is below."""
+    """Lower bound on a step on its devices."""
     providers: Callable[[], Sequence[Provider[Any]]]
     """Makes the families of pipelines on it."""
 

@@ -71,7 +71,7 @@ class Proved:
     stopped: Literal["", "time limit", "interrupted"] = ""
     """The reason why the bound is not as good as it could be, if there is one."""
     whole_ops_bound_seconds: float = 0.0
-    """Seconds that no pipeline of single devices simulates below; 0 where the family has none."""
+    """Lower bound on the simulated step of pipelines of single devices; 0 where the family has none."""
 
 
 @dataclass(frozen=True, eq=False)

@@ -14,12 +14,12 @@ shard; of sequence parallelism the product's input, too)."""
 
 
 def of_activations(mode: RecomputeMode) -> RecomputeMode:
-    """Return what a search does that knows blocks, but no gathers."""
+    """Return the mode for a search that recomputes blocks only: ``gathers`` counts as ``none`` there."""
     return "none" if mode == "gathers" else mode
 
 
 BY_HAND = "fixed by hand"
-"""The status of a search that compared nothing but ways to fill in what was left open."""
+"""The status where the user fixed the plan and the search only filled in the details left open."""
 
 
 @dataclass(frozen=True)

@@ -41,7 +41,7 @@ class BesideGathers:
     gathers: tuple[str, ...]
     """Gathers that run, by name; in backward those that it repeats."""
     sums: tuple[str, ...]
-    """Gathers whose way back, the sum of a gradient, runs."""
+    """Gathers whose backward, a sum of gradients, runs here too."""
     ops: tuple[str, ...]
     backward: bool
     held: tuple[str, ...] = ()

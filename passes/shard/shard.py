@@ -158,7 +158,7 @@ class _Sharder:
         return self.placement.stored.get(name, self.whole)
 
     def _written_buffers(self) -> dict[str, Placements]:
-        """Find how buffers that ops write (running statistics) are kept: as those take them."""
+        """Return the placements of buffers that ops write (running statistics): the one that the writing op uses."""
         return {
             self.old.input_of[source.name].name: self._taken_as(node, position)
             for node in self.old.ops

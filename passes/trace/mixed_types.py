@@ -23,7 +23,7 @@ PRODUCTS = frozenset(
     | {f"conv{transposed}{n}d" for transposed in ("", "_transpose") for n in (1, 2, 3)}
     | {"scaled_dot_product_attention"}
 )
-"""Names of functions and operators, without underscores, whose operands must have one type and that autocast casts."""
+"""Names of functions and ops, without underscores, whose operands must have one type and that autocast casts."""
 
 
 def products_in(compute: torch.dtype | None) -> AbstractContextManager[Any]:

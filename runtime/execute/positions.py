@@ -70,7 +70,7 @@ def positions(context: ProgramContext, pieces: MovedPieces, slot: Callable[[str,
 
 
 class SortedOutputs(NamedTuple):
-    """Positions among the outputs of a segment, and what becomes of each."""
+    """The outputs of a segment by position, and where each goes."""
 
     sent: list[tuple[int, int]]
     """(position, slot) of the values that leave this rank."""

@@ -171,7 +171,7 @@ class FlatPrograms:
                     present = i.ranks
                     if self.leaders is not None:
                         present = tuple(other for other in i.ranks if other in self.leaders)
-                    number = self._meeting(self.reductions, (i, nth), present)
+                    number = self._collective(self.reductions, (i, nth), present)
                     operations.append(Operation(REDUCE, number, 0.0))
                 elif isinstance(i, OptimizerStep):
                     operations.append(Operation(STEP, 0, optimizer_seconds[rank]))
@@ -188,7 +188,7 @@ class FlatPrograms:
                         self.message_consumers[number] = node
                     seconds = durations[kind][i.segment] * scale[i.microbatch] + overheads.compute_seconds
                     if len(ranks) > 1:
-                        meeting = self._meeting(self.together, node, ranks)
+                        meeting = self._collective(self.together, node, ranks)
                         self.comers[meeting] += len(consumed)
                         self.together_nodes[meeting] = node
                         operations.append(Operation(TOGETHER, meeting, seconds))
@@ -250,8 +250,8 @@ class FlatPrograms:
         self.loads.extend(found)
         return tuple(range(first, len(self.loads)))
 
-    def _meeting(self, known: dict[Any, int], key: Any, ranks: tuple[int, ...]) -> int:
-        """Return the number of what ``ranks`` come together for."""
+    def _collective(self, known: dict[Any, int], key: Any, ranks: tuple[int, ...]) -> int:
+        """Return the index of the collective ``key`` of ``ranks``; a new one is registered."""
         if key not in known:
             known[key] = len(self.reduction_ranks)
             self.reduction_ranks.append(ranks)

@@ -1,10 +1,10 @@
-"""Docstrings say what they speak of, and their legends stand in columns."""
+"""Docstrings say what they speak of, in the glossary's words, and their legends stand in columns."""
 
 from __future__ import annotations
 
 import pytest
 
-from benchmarks.docstrings import docstrings, is_elliptical, slid_lines
+from benchmarks.docstrings import docstrings, foreign_in, is_elliptical, slid_lines
 from benchmarks.rooms import FLOORS, House, make_house, read_house
 
 HOUSE = read_house()
@@ -25,7 +25,8 @@ def _faults_of(text: str) -> list[str]:
     opening = (
         [f"begins with {text.split()[0]!r}: say the thing or the verb first"] if is_elliptical(text) else []
     )
-    return opening + [f"torn from the row before: {line!r}" for line in slid_lines(text)]
+    torn = [f"torn from the row before: {line!r}" for line in slid_lines(text)]
+    return opening + torn + [f"not a word of the glossary: {word}" for word in foreign_in(text)]
 
 
 @pytest.mark.parametrize("folder", FLOORS)
@@ -102,3 +103,16 @@ def test_a_torn_row_is_found(text: str) -> None:
 @pytest.mark.parametrize("text", WHOLE)
 def test_a_whole_legend_is_none(text: str) -> None:
     assert slid_lines(text) == []
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("One tick of the clock.", ["tick (step)"]),
+        ("The number of what ranks\n    come together for.", ["come together (collective)"]),
+        ("Resharding of operators.", ["operator (op)", "resharding (bridge)"]),
+        ("Names in ``operator``, the steps and ops.", []),
+    ],
+)
+def test_a_word_that_the_glossary_gives_up_is_found(text: str, words: list[str]) -> None:
+    assert foreign_in(text) == words

@@ -129,7 +129,7 @@ class Scheduler:
 
 
 def latency_bound(graph: PlacementGraph) -> float:
-    """Return a time that no placement is done before."""
+    """Return a lower bound on the time of any placement."""
     scheduler = Scheduler(graph)
     problem = colour_groups(graph)
     return max(max(scheduler.way, default=0.0), simple_bound(problem.placement).seconds)

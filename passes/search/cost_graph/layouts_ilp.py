@@ -157,7 +157,7 @@ class _LayoutProgram:
         return variable
 
     def solve(self, seconds: float) -> tuple[tuple[SplitBy, ...] | None, float, int]:
-        """Return layouts, if any were found; seconds that no choice is below; how many variables there are."""
+        """Return layouts, if any were found; a lower bound on the seconds of any; how many variables there are."""
         found = self.program.solve(seconds, 1e-9, absolute_gap=0.0)
         bound = (found.bound - 2 * ABSOLUTE) / self.scale
         bound = max(0.0, bound) if math.isfinite(bound) else 0.0

@@ -22,7 +22,7 @@ PASSES = 8
 
 
 def refined(graph: PlacementGraph, problem: GroupProblem, homes: Home) -> Home:
-    """Find a placement of groups with no larger a largest load that sends less, or return ``homes`` itself."""
+    """Reduce communication without raising the largest load; return ``homes`` itself where nothing helps."""
     group_of = {v: g for g, nodes in enumerate(problem.members) for v in nodes}
     beside: dict[int, Counter[int]] = defaultdict(Counter)
     for u, v in graph.edges:

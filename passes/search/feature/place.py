@@ -81,7 +81,7 @@ class FeatureRequest(Request):
 
 @dataclass(frozen=True, eq=False)
 class MeshProof:
-    """The meshes and numbers of micro-batches that were looked at, and the seconds that no sharding on any is below."""
+    """The meshes and numbers of micro-batches that were looked at, and the lower bound on any sharding on them."""
 
     tried: tuple[MeshTried, ...]
     space: str
@@ -243,7 +243,7 @@ class _MeshSearch:
 
     @cached_property
     def _floor_seconds(self) -> float:
-        """Seconds that no sharding is below: its equal share of all ops, on the fastest kind of device."""
+        """Lower bound on any sharding: its equal share of all ops, on the fastest kind of device."""
         if self.cheaper_in_pieces:
             return 0.0
         setting = self.setting

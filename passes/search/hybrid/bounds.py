@@ -1,4 +1,4 @@
-"""Seconds that no pipeline of an option is below, by the surrogate: cheap bounds first, better ones while they may decide.
+"""Lower bounds on an option's pipelines, by the surrogate: cheap ones first, better ones while they may decide.
 
 each stage alone on its devices, at once ─► together, at once ─► alone ─► by how many blocks are computed again ─► together
 """

@@ -46,7 +46,7 @@ class Cover:
     buffers: FloatArray
     """[unlike ranges] bytes of the largest buffer at least."""
     scale_seconds: float
-    """About what a stage takes: divided by its memory, the unit of ``SCALE``."""
+    """Typical seconds of a stage; divided by its memory, the unit of the prices in ``SCALE``."""
 
     def plane(self, seconds: FloatArray) -> FloatArray:
         """[first piece, last + 1] seconds of each range; infinite where there is none."""

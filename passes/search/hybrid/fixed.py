@@ -156,7 +156,7 @@ class _Hybrid:
         return tried
 
     def _cuts(self, way: _FixedFilling, known: list[_Cut], last_resort: bool) -> list[_Cut]:
-        """Return the cuts to try a way with; ``known`` collects them.
+        """Return the cuts to try for one choice of degrees; new ones are added to ``known``.
 
         They balance seconds, those of a way that computes blocks again with all of them computed again; beside these, the
         cuts of the layer-wise program that chooses where to, within memory. That is the last resort of the other ways too.

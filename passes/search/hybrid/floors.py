@@ -1,4 +1,4 @@
-"""Seconds that no pipeline of an option is below: its work in the best shares, nothing sent between groups, however much
+"""A lower bound on an option's pipelines: its work in the best shares, nothing sent between groups, however much
 memory that takes; infinite where its devices together do not hold the parameters, their gradients and optimizer state once.
 
 work     the least seconds of one replica's whole batch on its shards, in proportion: fewer samples cost no less each

@@ -78,7 +78,7 @@ class Pairs:
         return [*starts[0], *starts[1]]
 
     def least_seconds(self, low: float, high: float, needed: NEEDED) -> float:
-        """Return a bottleneck, between the two, that no pipeline is below."""
+        """Return a lower bound on any pipeline's bottleneck, between the two."""
         if self.cuts(high, needed(high)) is None:
             return high
         while high > low * (1 + CLOSE):

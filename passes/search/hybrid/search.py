@@ -74,9 +74,9 @@ class Survey:
     solved: tuple[SolvedOption, ...]
     options: int
     bounds: tuple[tuple[GroupOption, float], ...]
-    """Each option that was solved, and the seconds that none of its pipelines is below."""
+    """Each option that was solved, and the lower bound on its pipelines."""
     rest_seconds: float
-    """Seconds that no pipeline of any other option is below."""
+    """Lower bound on the pipelines of all other options."""
     stopped: Literal["", "time limit", "interrupted"]
     """The reason why not all were looked at, if it is none of theirs."""
     untried: int
@@ -203,7 +203,7 @@ class GroupSearch:
             return None
 
     def first_bound(self, option: GroupOption, cutoff_seconds: float, room: float = 1.0) -> float:
-        """Seconds that no pipeline of an option is below, without tables of its own."""
+        """Lower bound on an option's pipelines, without tables of its own."""
         try:
             return quick_bound(self._staged(option, self.covers.of_groups(option), room), cutoff_seconds)
         except TooWideError:
@@ -326,7 +326,7 @@ class _OptionQueue:
 
     @phase("program")
     def advance(self) -> None:
-        """Go on with the option of the least bound; while nothing is found for long, with the one that is nearest to it."""
+        """Refine the open option of the lowest bound; after ``FIRST`` steps in vain, the one closest to a solution."""
         self._steps += 1
         if self.found or self._steps <= FIRST:
             self._now = heapq.heappop(self._open)
@@ -357,7 +357,7 @@ class _OptionQueue:
             self._staged[number] = staged
             better = quick_bound(staged, cutoff)
         elif rank == 2:
-            if not self.found:  # the bound takes longer than a pipeline, and less where one is known
+            if not self.found:  # without a plan to beat, the full bound is slower than solving
                 self._solve(number, bound)
             if math.isinf(self.best_seconds):
                 return bound, number, rank

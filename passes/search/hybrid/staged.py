@@ -34,7 +34,7 @@ class Staged(Generic[RangeTableT]):
 
     option: GroupOption
     tables: Sequence[RangeTableT]
-    """The ranges that it is one of."""
+    """The costs of all ranges of pieces that a stage at that position may be."""
     links: Sequence[FloatArray]
     """[pieces + 1] seconds of the cut behind it, at each joint."""
     capacity_bytes: Sequence[float]
@@ -75,7 +75,7 @@ class Staged(Generic[RangeTableT]):
         )
 
     def alone(self, longest: int | None) -> list[FloatArray]:
-        """[first piece, last + 1] seconds that no stage is below which has its devices for itself."""
+        """[first piece, last + 1] lower bound on a stage that has its devices for itself."""
         priced = self.priced([self.capacity_bytes[group] for group in self.groups], longest)
         pairs = {id(own): (table, own) for table, own in zip(self.tables, priced, strict=True)}
         known = {key: table.plane(own.max(axis=-1).min(axis=1)) for key, (table, own) in pairs.items()}

@@ -1,4 +1,4 @@
-"""Seconds that no pipeline is below whose stages share the memory of their group: Lagrange over groups.
+"""Lower bound on a pipeline whose stages share their group's memory: Lagrangian over groups.
 
     least(T) = max over prices of   min over cuts of  Σ_s (t_s + x_s + price of its group · (bytes_s - its room))
 

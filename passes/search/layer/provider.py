@@ -58,7 +58,7 @@ class LayerProvider:
 
     @cached_property
     def _floor_seconds(self) -> float:
-        """Seconds that no pipeline of single devices is below: no more of them work than there are places to cut."""
+        """Lower bound on pipelines of single devices: no more of them work than there are places to cut."""
         if may_cost_less(self.judge.graph, self.request.microbatches):
             return 0.0
         costs, devices = self.judge.costs, {d.speed_alone: d for d in self.judge.cluster.devices}.values()

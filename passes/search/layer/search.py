@@ -241,7 +241,7 @@ class LayerSearch:
         return replace(result, splits=strict.splits, optimal=result.optimal and strict.optimal)
 
     def lower_bound_seconds(self) -> float:
-        """Seconds that no plan of whole ops simulates below, in the micro-batch counts of the options."""
+        """Lower bound on the simulated step of any plan of whole ops, in the micro-batch counts of the options."""
         devices = [self.table.representatives[row] for row in self.table.row_of]
         bounds = {}
         for m in {option.microbatches for option in self.options}:

@@ -50,7 +50,7 @@ class Composed:
     ranges: tuple[Ranges, ...]
     """Ranges of either."""
     either: FloatArray
-    """[unlike ranges, prices] what ranges cost at least of which each piece has the cheaper of both."""
+    """[unlike ranges, prices] lower bound on a range whose pieces each choose freely to keep or to recompute."""
     _counted: dict[int, FloatArray] = field(default_factory=dict)
 
     @property

@@ -19,8 +19,8 @@ from passes.search.hybrid.recipes.ranges import Layouts
 EQUAL = 1e-13
 """Relative difference of sums of some hundred costs up to which they count as equal: rounding."""
 LEANER = 1e-10
-"""Part of a stage's seconds that all of its bytes cost beside their price, so that of equal ways the leaner is taken: far
-below what the second count of the objective allows."""
+"""Tie-break: of equally fast ways, the one with less memory. All bytes of a stage add this part of its seconds, far below
+what the second count of the objective allows."""
 
 
 @dataclass(frozen=True, eq=False)

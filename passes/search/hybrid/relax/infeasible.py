@@ -32,7 +32,7 @@ GROWTH = (1.0, 2.0, 4.0, 8.0, 16.0, 64.0, 1024.0)
 LEANEST = 1.1
 """Options that can be solved with this times the least memory are tried on changed jobs and clusters, by hand."""
 ARRANGEMENTS = 4
-"""The number of arrangements of the devices among these, by hand."""
+"""The number of ways to group the devices that are tried of these, by hand."""
 FEWEST_TABLES = 32
 """Tables that may be composed for other jobs and clusters, however few the search itself made: a few seconds."""
 MOST_TIMES = 8
@@ -129,7 +129,7 @@ class Relaxations:
                     return
 
     def _batch(self) -> Iterator[str]:
-        """Find the largest smaller batch for the leanest arrangements: whole samples for every replica."""
+        """Find the largest smaller batch for the leanest ways to group devices: whole samples for every replica."""
         size, most = self.search.job.batch_size, 0
         best: Simulated | None = None
         fixed = self.search.microbatches
@@ -150,7 +150,7 @@ class Relaxations:
             yield f"batch {most:,} (of {size:,}): fits, {priced(best)}"
 
     def _arrangements(self) -> list[tuple[tuple[Run, ...], str, int]]:
-        """List the arrangements that need the least memory, the fastest first."""
+        """List the ways to group devices that need the least memory, the fastest first."""
         return list(dict.fromkeys((o.runs, o.schedule, o.chunks) for o in self.leanest))[:ARRANGEMENTS]
 
     def _memory(self, least: float) -> Iterator[str]:
