@@ -78,8 +78,9 @@ golden: setup  ## sixty plans of every kind as canonical text, compared with the
 guards: setup  ## plans of the searches compared with the numbers in benchmarks/data; GUARDS="--only cell/gpt2/*"
 	$(BIN)/python -m benchmarks.guards $(GUARDS)
 
-house: setup  ## files, rooms, layers, circles, homonyms, constants and lines of this checkout
+house: setup  ## files, rooms, layers, circles, homonyms, constants and lines of this checkout; abilities that are gone
 	$(BIN)/python -m benchmarks.house
+	$(BIN)/python -m benchmarks.abilities
 
 faults: setup  ## planted one-line faults and mutated programs: the checker, verify and tests must find them
 	$(BIN)/python -m benchmarks.faults --tests
