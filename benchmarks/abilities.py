@@ -4,8 +4,8 @@
     python -m benchmarks.abilities --root DIR         those of another checkout that are not there today
     python -m benchmarks.abilities --update           writes benchmarks/data/abilities.txt from today's
 
-An ability is a line of text, such as ``plan --batch-size`` or ``partition(strategy)`` or ``Plan.verify(model)``. New ones need
-no update; one that goes on purpose does, and the diff of the file says so.
+An ability is a line of text, such as ``plan --batch-size``, ``partition(strategy)`` or ``Plan.verify(model)``. New ones
+need no update; one that goes on purpose does, and the diff of the file says so.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ import numpy as np
 from benchmarks.placement_measured import DATA, measured
 from cost_models.units import percent
 from partitioner.cost_graphs.pipedream import PipeDreamProfile
-from partitioner.cost_graphs.pipedream_layouts import layout_problem
+from partitioner.cost_graphs.plan_layouts import layout_problem
 from partitioner.cost_graphs.read import ReadGraph, read_graph
 from partitioner.report.text import columns
 from passes.search.cost_graph.chains import Chains

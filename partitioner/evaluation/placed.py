@@ -9,28 +9,31 @@ stage has one rank there is a single one.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
+from cost_models.cluster import ClusterSpec
+from cost_models.errors import InternalError
 from cost_models.layout import Mesh, Replicate, Shard
 from partitioner.batches.part_batch import DataPlace
 from partitioner.models.workload import Workload
 from partitioner.record.data import PlanData
 from partitioner.record.rebuild import stage_placements
 from passes.evaluate.graph import with_computed_outputs, without_outputs
-from passes.evaluate.outputs import evaluation_outputs
 from passes.evaluate.parts import reuse_splits
 from passes.evaluate.placement import reuse_placement
-from passes.evaluate.programs import inference_programs, inference_segments
 from passes.evaluate.sharding import reuse_interfaces, reuse_sharding
-from passes.graph.graph import OpGraph
+from passes.graph.graph import OpGraph, tensor_specs
 from passes.graph.part import part_of
 from passes.graph.token_counts import user_leaves
 from passes.graph.verify import verify_graph
+from passes.lower.crossing import Crossings
 from passes.lower.lower import crossing_values
 from passes.lower.placed_graph import PlacedGraph, alone
 from passes.lower.segment import Segmentation
+from passes.lower.step import transfer_seconds
 from passes.lower.summarize import ops_by_segment
 from passes.shard.shard import shard_graph
 from passes.shard.words import FeaturePlacement, Placements
@@ -38,12 +41,74 @@ from passes.split.split import Split
 from runtime.check.check import check
 from runtime.execute.context import RankProgram
 from runtime.execute.execute import Executor
-from runtime.execute.gather_outputs import OutputPlace
+from runtime.execute.gather_outputs import Joining, OutputPlace
 from runtime.execute.loaded import Loaded
-from runtime.program.program import Program
+from runtime.program.order import build_group_programs
+from runtime.program.program import Program, Segment, SegmentCost, SegmentGraph
 from runtime.program.relabel import RankMap, relabelled_programs, relabelled_segments
+from runtime.schedules import inference_order
+from runtime.segment.code import TensorSpec
 from runtime.segment.microbatch import microbatch_sizes
 from runtime.state.rank_state import RankState
+
+
+def evaluation_outputs(
+    graph: OpGraph, segmentation: Segmentation, holders: Mapping[str, Sequence[int]]
+) -> tuple[OutputPlace, ...]:
+    """List every output of the model, without the loss and metrics, in its order: who computes each, how parts join.
+
+    ``holders``: ranks that hold each parameter and buffer, numbered as in ``segmentation``.
+    """
+    names: dict[str, list[str]] = {}
+    for output in graph.outputs:
+        if output.kind == "output":
+            names.setdefault(output.node, []).append(output.name)
+    of_samples = _of_samples(graph)
+    places = []
+    for node, called in names.items():
+        specs = tensor_specs(graph.nodes[node])
+        if len(specs) != 1:
+            raise InternalError(f"evaluation: output {called[0]} is not one tensor")
+        placeholder = graph.input_of.get(node)
+        if placeholder is None:
+            joining, dim = _joining(graph, specs[0], node in of_samples)
+            rank = segmentation.ranks[segmentation.segment_of[node]][0]
+            places.append(OutputPlace(tuple(called), specs[0], joining, dim, rank))
+            continue
+        joining, dim = _joining(graph, specs[0], of_samples=False)
+        if placeholder.kind == "batch":
+            holder = _reader(graph, segmentation, node)
+        else:
+            holder = min(holders.get(placeholder.name, ()), default=None)
+        places.append(OutputPlace(tuple(called), specs[0], joining, dim, holder, placeholder.name))
+    return tuple(places)
+
+
+def _joining(graph: OpGraph, spec: TensorSpec, of_samples: bool) -> tuple[Joining, int]:
+    symbol = graph.batch.batch_symbol
+    dims = [d for d, size in enumerate(spec.shape) if not isinstance(size, int) and size.has(symbol)]
+    if len(dims) > 1:
+        return "refuse", dims[0]
+    if dims:
+        return "concatenate", dims[0]
+    return ("stack" if of_samples else "same"), 0
+
+
+def _reader(graph: OpGraph, segmentation: Segmentation, leaf: str) -> int | None:
+    """Return the first rank whose segments read a leaf of the batch: it has the leaf, others may not."""
+    readers = (segmentation.segment_of.get(user.name) for user in graph.nodes[leaf].users)
+    return min((segmentation.ranks[index][0] for index in readers if index is not None), default=None)
+
+
+def _of_samples(graph: OpGraph) -> frozenset[str]:
+    """Name the nodes that read a batch leaf with a batch dimension, themselves or through others."""
+    found = {
+        i.node for i in graph.inputs if i.kind == "batch" and graph.batch.batch_dims.get(i.name) is not None
+    }
+    for node in graph.ops:
+        if any(source.name in found for source in node.all_input_nodes):
+            found.add(node.name)
+    return frozenset(found)
 
 
 @dataclass(frozen=True)
@@ -263,3 +328,46 @@ def _launched(deployed: Deployed, segmentation: Segmentation) -> Segmentation:
 
 def _on_ranks(mesh: Mesh, ranks: RankMap) -> Mesh:
     return replace(mesh, ranks=ranks.ranks(mesh.ranks))
+
+
+def inference_segments(
+    graph: OpGraph,
+    segmentation: Segmentation,
+    placements: Mapping[int, FeaturePlacement],
+    cluster: ClusterSpec,
+    microbatch_size: int,
+    op_seconds: float,
+) -> SegmentGraph:
+    """Make the DAG of segments for micro-batches of ``microbatch_size`` samples.
+
+    ``placements``: segment -> its mesh, and the layouts in which values leave and arrive there. An op counts as
+    ``op_seconds``: that decides in which order a rank with several segments runs them, nothing else.
+    """
+    ops = Counter(segmentation.segment_of.values())
+    segments = tuple(
+        Segment(index, ranks, SegmentCost(ops[index] * op_seconds, 0.0, 0.0), has_backward=False)
+        for index, ranks in enumerate(segmentation.ranks)
+    )
+    crossings = Crossings(graph, segmentation, placements)
+    values = (crossings.value(name, microbatch_size, cluster) for name in crossings.consumers)
+    forward = tuple(replace(value, needs_grad=False, gradient_pieces=()) for value in values)
+    return SegmentGraph(segments, forward, cluster.world_size)
+
+
+def inference_programs(
+    segments: SegmentGraph, cluster: ClusterSpec, microbatches: int, *, one_queue: bool = False
+) -> tuple[Program, ...]:
+    """Make one program per device of ``cluster``. ``one_queue``: as devices with one queue for everything need them."""
+    if not segments.segments:
+        return tuple(Program(rank, ()) for rank in range(segments.world_size))
+    seconds = transfer_seconds(cluster)
+    orders = inference_order(segments, microbatches, seconds)
+    return build_group_programs(
+        segments,
+        orders,
+        microbatches,
+        transfer_seconds=seconds,
+        training=False,
+        optimizer=False,
+        one_queue=one_queue,
+    ).all()

@@ -20,16 +20,20 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
+import sys
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch._subclasses import FakeTensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
 
-from cost_models.errors import PartitionerError
+from cost_models.errors import ModelError, PartitionerError
 from cost_models.units import format_seconds
 from passes.evaluate.dropout import random_ops, without_dropout
 from passes.evaluate.float64 import in_float64, wide
@@ -59,7 +63,6 @@ from passes.fidelity.steps import (
     widened_to_float64,
     without_gradient_hooks,
 )
-from passes.fidelity.without_values import RefuseWithoutValues
 from passes.graph.graph import OpGraph
 from passes.progress import report_phase
 from passes.trace.draws import DRAWN, Draws, extreme_draws, watch_draws
@@ -68,6 +71,7 @@ from passes.trace.noted import Change
 from passes.trace.python_state import PythonState, unchanged
 from passes.trace.watch import NOT_RUN, torch_quiet
 from runtime.ranks.alone import alone
+from runtime.user_code import TORCH, caller, is_users
 
 log = logging.getLogger("partitioner")
 
@@ -328,3 +332,47 @@ def _run(subject: EagerSubject) -> StepResult:
 
 def _noted(graph: OpGraph, note: str) -> OpGraph:
     return replace(graph, notes=(*graph.notes, note))
+
+
+_COMPILER = os.path.join(TORCH, "_dynamo") + os.sep
+
+
+class RefuseWithoutValues(TorchFunctionMode):
+    """Within it, eager code that computes with a tensor of a trace, kept by user code, is refused with its line."""
+
+    def __init__(self, model_name: str) -> None:
+        super().__init__()
+        self.model_name = model_name
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Iterable[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        found = next((value for value in tree_leaves((args, kwargs)) if isinstance(value, FakeTensor)), None)
+        if found is not None and not _in_compiler():
+            raise _remembered(self.model_name, found, caller())
+        return func(*args, **(kwargs or {}))
+
+
+def _in_compiler() -> bool:
+    """Tell whether torch's compiler called: an op that compiles itself looks at its operands without values."""
+    frame = sys._getframe(2)
+    while frame is not None and not is_users(frame.f_code.co_filename):
+        if frame.f_code.co_filename.startswith(_COMPILER):
+            return True
+        frame = frame.f_back  # type: ignore[assignment]
+    return False
+
+
+def _remembered(model_name: str, tensor: Tensor, place: str) -> ModelError:
+    return ModelError(
+        f"code of {model_name} remembers a tensor of its trace, which has no values",
+        [f"{place} computes with one of shape {tuple(tensor.shape)}, kept where it cannot be put back"],
+        [
+            "empty the cache that holds it, which the model itself cannot use either",
+            "keep it on the module (self.cache = {}), in a dictionary of the same file, or by functools.lru_cache",
+        ],
+    )

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 from unittest import mock
@@ -14,11 +15,12 @@ from torch._guards import TracingContext, tracing
 from torch._subclasses import FakeTensorMode
 from torch.distributed._functional_collectives import traceable_collective_remaps
 from torch.export import Dim, ExportedProgram
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
 
 from cost_models.errors import ModelError
 from cost_models.precision import Precision
 from passes.trace.batch import flatten_batch, forward_arguments, map_tensors
-from passes.trace.mixed_types import products_in
 
 LossFunction: TypeAlias = Callable[[Any, Any], Any]
 """``loss_fn(output, batch)`` returns the loss, or ``(loss, {"name": metric})``: see ``checked_loss``."""
@@ -295,3 +297,45 @@ def export(
         for source in node.all_input_nodes:
             source.users.setdefault(node)
     return program
+
+
+PRODUCTS = frozenset(
+    {"linear", "matmul", "rmatmul", "mm", "bmm", "addmm", "addbmm", "baddbmm", "einsum"}
+    | {f"conv{transposed}{n}d" for transposed in ("", "_transpose") for n in (1, 2, 3)}
+    | {"scaled_dot_product_attention"}
+)
+"""Names of functions and ops, without underscores, whose operands must have one type and that autocast casts."""
+
+
+def products_in(compute: torch.dtype | None) -> AbstractContextManager[Any]:
+    """Cast products of unlike types to ``compute``; a context that changes nothing for None, or for 32 bits and more.
+
+    A precision casts parameters and inputs. A buffer, or what forward makes of one, may be float32 still, and no kernel
+    multiplies it with bfloat16. Such a call alone runs under ``torch.autocast`` for the type that is computed in, in traces
+    and in eager code:
+
+        linear(x: bfloat16, w: float32)     ─►     linear(x, w.to(bfloat16))       torch's own lists say to what
+        add(x: bfloat16, b: float32)        ─►     itself: types are promoted
+    """
+    return nullcontext() if compute is None or compute.itemsize >= 4 else _ProductsIn(compute)
+
+
+class _ProductsIn(TorchFunctionMode):
+    def __init__(self, compute: torch.dtype) -> None:
+        super().__init__()
+        self.compute = compute
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Iterable[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        options = dict(kwargs or {})
+        if getattr(func, "__name__", "").strip("_") in PRODUCTS:
+            tensors = [leaf for leaf in pytree.tree_leaves((args, options)) if isinstance(leaf, Tensor)]
+            if len({t.dtype for t in tensors if t.is_floating_point()}) > 1:
+                with torch.autocast(tensors[0].device.type, dtype=self.compute):
+                    return func(*args, **options)
+        return func(*args, **options)

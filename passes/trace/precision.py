@@ -2,7 +2,7 @@
 
 Some ops fail when they run, not when they are traced: torch's shape functions let their data types differ. A precision
 casts parameters and inputs. Where code adds a float32 buffer, or a float32 tensor of its own making, the result is
-float32 again. A product of that and a bfloat16 weight is cast as autocast would (``passes.trace.mixed_types``); a norm
+float32 again. A product of that and a bfloat16 weight is cast as autocast would (``passes.trace.export``); a norm
 whose weight is bfloat16 has no kernel for it. Tracing is where a user can still be told the line.
 """
 

@@ -25,9 +25,8 @@ from passes.search.cost_graph.graph import (
     named,
 )
 from passes.search.cost_graph.groups import colour_groups, contiguous_groups, free_groups
-from passes.search.cost_graph.refine import refined
 from passes.search.cost_graph.set_bound import SetBound
-from passes.search.cost_graph.throughput import place_for_throughput
+from passes.search.cost_graph.throughput import place_for_throughput, refined
 from tests.support.matrix import some
 from tests.support.placement_evaluator import is_contiguous, loads_of, random_graph
 

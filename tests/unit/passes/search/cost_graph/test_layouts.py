@@ -17,7 +17,7 @@ from cost_models.communication import (
 )
 from cost_models.errors import GraphError, InternalError
 from partitioner.cost_graphs.pipedream import PipeDreamProfile
-from partitioner.cost_graphs.pipedream_layouts import kind_of, layout_problem
+from partitioner.cost_graphs.plan_layouts import kind_of, layout_problem
 from partitioner.cost_graphs.read import read_graph
 from passes.search.cost_graph.layouts import LayoutOp, LayoutProblem, OpKind, SplitBy, evaluate_layouts
 from passes.search.cost_graph.layouts_ilp import place_layouts
