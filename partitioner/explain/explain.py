@@ -19,9 +19,9 @@ from passes.costs.costs import costs_of
 from passes.graph.blocks import regions_of_stages
 from passes.graph.part import part_of
 from passes.lower.job import Job
-from passes.search.explain import PlacedWay
 from passes.search.feature.explain import Alternatives, alternatives
 from passes.search.feature.setting import PartPlace, Setting
+from passes.search.outcome import PlacedWay
 from passes.search.recomputed import Regions
 from passes.search.words import STRATEGY_WORDS
 from passes.shard.discover import Discovery

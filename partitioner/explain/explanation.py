@@ -9,7 +9,7 @@ from typing import Any
 from cost_models.shown import ShownInNotebooks, printable
 from cost_models.units import format_bytes, format_seconds
 from partitioner.report.text import columns, labelled
-from passes.search.explain import PlacedWay
+from passes.search.outcome import PlacedWay
 
 MOST_WAYS = 20
 """The most ways that the text shows; ``ways`` has all."""

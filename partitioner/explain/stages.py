@@ -18,9 +18,9 @@ from partitioner.record.modules import shorten
 from partitioner.record.rebuild import simulate_plan, split_graph
 from passes.costs.costs import costs_of
 from passes.lower.job import Job
-from passes.search.explain import PlacedWay
 from passes.search.free.explain import moved_together, ways_elsewhere
 from passes.search.free.judge import ListJudge
+from passes.search.outcome import PlacedWay
 
 if TYPE_CHECKING:
     from partitioner.record.data import PlanData

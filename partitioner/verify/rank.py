@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from cost_models.precision import ParameterPrecision
-from partitioner.engine.optimizers import make_optimizer
+from partitioner.engine.optimizer import make_optimizer
 from passes.evaluate.float64 import float64_by_default
 from passes.fidelity.agree import StepResult
 from runtime.execute.context import RankProgram

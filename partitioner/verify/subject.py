@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 
 from cost_models.errors import UsageError
-from partitioner.engine.optimizers import TAKE_SPARSE
+from partitioner.engine.optimizer import TAKE_SPARSE
 from partitioner.models.as_graph import ModelOrTrace, as_graph
 from partitioner.models.workload import Workload, workload_of
 from partitioner.record.data import PlanData

@@ -30,7 +30,7 @@ from partitioner.batches.batch_check import digest
 from partitioner.batches.part_batch import AbsentBatch, PartBatch
 from partitioner.deployment.deploy import deploy_plan
 from partitioner.engine.engine import Engine
-from partitioner.engine.optimizers import made
+from partitioner.engine.optimizer import make_budgeted
 from partitioner.models.workload import Workload
 from partitioner.record.data import PlanData
 from partitioner.verify.copies import workload_copy
@@ -89,7 +89,7 @@ def two_groups(kind: str, named: list[tuple[str, nn.Parameter]]) -> torch.optim.
     wide = [parameter for _, parameter in named if parameter.dim() > 1]
     flat = [parameter for _, parameter in named if parameter.dim() <= 1]
     groups: list[dict[str, Any]] = [{"params": wide}, {"params": flat, "lr": SMALLER_RATE * LEARNING_RATE}]
-    return made(kind, groups, LEARNING_RATE)
+    return make_budgeted(kind, groups, LEARNING_RATE)
 
 
 def annealing(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:

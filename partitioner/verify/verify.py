@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from cost_models.precision import Precision
 from cost_models.units import counted
-from partitioner.engine.optimizers import made
+from partitioner.engine.optimizer import make_budgeted
 from partitioner.models.as_graph import ModelOrTrace
 from partitioner.models.workload import Workload
 from partitioner.record.data import PlanData
@@ -189,7 +189,9 @@ def _verified(
 
 
 def _optimizer(plan: PlanData, named: Sequence[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
-    return made(plan.optimizer_memory, [{"params": [parameter for _, parameter in named]}], LEARNING_RATE)
+    return make_budgeted(
+        plan.optimizer_memory, [{"params": [parameter for _, parameter in named]}], LEARNING_RATE
+    )
 
 
 def _task(

@@ -13,6 +13,25 @@ from passes.split.split import Split
 
 
 @dataclass(frozen=True)
+class PlacedWay:
+    """One way that something could have been placed, and the step with it, everything else as it is. Seconds per step."""
+
+    layout: str
+    """The layout, or the device, by its name."""
+    step_seconds: float
+    """Seconds of the step."""
+    computes_seconds: float
+    """Seconds of the ops themselves, all equals together."""
+    sends_seconds: float
+    """Seconds of messages, bridges, sums of gradients and updates."""
+    memory_bytes: float
+    """Memory of one device."""
+    chosen: bool
+    possible: bool = True
+    """True if its bridges may be used at all."""
+
+
+@dataclass(frozen=True)
 class Label:
     """A candidate in a few words, and the kind by which runner-ups are told apart."""
 

@@ -22,9 +22,8 @@ from runtime.program.program import (
     Send,
 )
 from runtime.program.timing import NODE_PLANE, compute_seconds
-from runtime.simulate.bundles import Bundle
 from runtime.simulate.fair_share import Links
-from runtime.simulate.flows import Flow, Load, loads_of, ring_path, sum_flow
+from runtime.simulate.flows import Bundle, Flow, Load, loads_of, ring_path, sum_flow
 
 SumReady = Callable[[ReduceGradients], tuple[int, float]]
 """Function from a sum to the segment that makes its gradients, and the share of its backward after which they are there."""

@@ -1,4 +1,4 @@
-"""Collectives as transfers: a sum of gradients, or what a compute communicates inside, along the links of its ring.
+"""Transfers along links: bundles of messages, and collectives: a sum of gradients, or what a compute sends inside, in a ring.
 
     a sum         takes its seconds alone; beside others, its ring's links give it what is fair
     a compute     asks for its links for the share φ of its seconds in which it communicates; others keep it waiting in that
@@ -13,10 +13,13 @@ import itertools
 import math
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache, cached_property
 from typing import NamedTuple
 
 from cost_models.links import Path, fair_rates
-from runtime.program.program import Collective, Segment
+from runtime.program.crossings import BundleKey, bundles_of_pieces
+from runtime.program.program import Collective, PieceBytes, Segment, SegmentGraph
 from runtime.simulate.fair_share import Links
 
 
@@ -82,3 +85,57 @@ def loads_of(
             weight = share * crowd(ring, tuple(rings.values()))
             found.append(Load(ring, weight, share * ring.bandwidth_bytes_per_second, own.rank))
     return found
+
+
+@dataclass(frozen=True)
+class Bundle:
+    """The pieces of one value (or gradient) of a full micro-batch between two groups, and the transfer they are.
+
+        pieces of a value      0 -> 4, 1 -> 5, 2 -> 6, 3 -> 7, all at once, rates shared fairly where they share links
+        the bundle             0 -> 4, done with its slowest piece
+
+    A bundle takes its slowest piece's path, and as many bytes as that path would move in the piece's time. So two bundles
+    that share a link share it by what each of them loads it with.
+    """
+
+    pieces: tuple[PieceBytes, ...]
+    path: Path
+    """The way of the slowest piece."""
+    size_bytes: float
+    """Bytes that take as long on this way alone as the slowest piece takes beside the others."""
+    weight: int
+    """The pieces that share this way, for which the transfer stands."""
+
+    @cached_property
+    def sends(self) -> int:
+        """The most pieces that one rank sends."""
+        return max(Counter(piece.source for piece in self.pieces).values())
+
+    @cached_property
+    def receives(self) -> int:
+        """The most pieces that one rank receives."""
+        return max(Counter(piece.target for piece in self.pieces).values())
+
+
+def bundles_of(graph: SegmentGraph, links: Links) -> dict[BundleKey, Bundle]:
+    """Return the bundles between the groups of ``graph``."""
+    known: dict[tuple[tuple[int, int], ...], tuple[float, ...]] = {}
+
+    @cache  # stages that go round the groups have equal ones
+    def bundle(pieces: tuple[PieceBytes, ...]) -> Bundle:
+        ends = tuple((piece.source, piece.target) for piece in pieces)
+        paths = [links.path(*pair) for pair in ends]
+        if ends not in known:
+            known[ends] = fair_rates(paths, links.links)
+        seconds = [
+            path.latency_seconds + piece.size_bytes / rate
+            for piece, path, rate in zip(pieces, paths, known[ends], strict=True)
+        ]
+        slowest = seconds.index(max(seconds))
+        path = paths[slowest]
+        moving = pieces[slowest].size_bytes / known[ends][slowest]
+        alone = path.bandwidth_bytes_per_second
+        size_bytes = pieces[slowest].size_bytes if known[ends][slowest] == alone else moving * alone
+        return Bundle(pieces, path, size_bytes, crowd(path, paths))
+
+    return {key: bundle(pieces) for key, pieces in bundles_of_pieces(graph)}

@@ -35,10 +35,10 @@ from runtime.program.program import (
     SegmentGraph,
     Send,
 )
-from runtime.simulate.bundles import Bundle, bundles_of
 from runtime.simulate.event_loop import EventLoop
 from runtime.simulate.fair_share import Links
 from runtime.simulate.flatten import FlatPrograms, Overheads, SumReady, count_microbatches
+from runtime.simulate.flows import Bundle, bundles_of
 from runtime.simulate.memory import MemoryCurve, MessageTimes, memory_curves
 from runtime.simulate.simulation import (
     Occupied,

@@ -21,7 +21,6 @@ from cost_models.errors import UsageError
 from cost_models.layout import Mesh, Replicate
 from passes.costs.costs import GraphCosts
 from passes.graph.graph import OpGraph
-from passes.search.explain import PlacedWay
 from passes.search.feature.bound import WireTable, bridge_seconds, price, wire_tables
 from passes.search.feature.codes import DEFERRED, WHOLE
 from passes.search.feature.graph import FeatureGraph, Unit, UnitKind, feature_graph, leaving_name
@@ -30,6 +29,7 @@ from passes.search.feature.problem import FeatureProblem, build_problem
 from passes.search.feature.setting import Setting
 from passes.search.feature.ties import axes_of_parts
 from passes.search.feature.tuning import TUNING
+from passes.search.outcome import PlacedWay
 from passes.shard.discover import Discovery
 from passes.shard.words import FeaturePlacement, Placements, choice_text, crossing_text, placements_text
 

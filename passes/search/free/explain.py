@@ -8,8 +8,8 @@ import numpy as np
 
 from passes.graph.state import owning_units
 from passes.lower.candidate import anywhere
-from passes.search.explain import PlacedWay
 from passes.search.free.judge import ListJudge
+from passes.search.outcome import PlacedWay
 from runtime.simulate.simulation import Simulation
 
 MOST_DEVICES = 32

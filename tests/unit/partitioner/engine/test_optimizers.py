@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from partitioner.engine.optimizers import MAKE, make_optimizer
+from partitioner.engine.optimizer import MAKE, make_optimizer
 
 
 @pytest.mark.parametrize("name", MAKE)

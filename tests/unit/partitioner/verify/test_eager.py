@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from partitioner.engine.optimizers import made
+from partitioner.engine.optimizer import make_budgeted
 from partitioner.models.bundled import bundled
 from partitioner.models.workload import Workload
 from partitioner.verify.eager import (
@@ -30,7 +30,9 @@ def eager_step(
     workload: Workload, batch: dict[str, Tensor], graph: OpGraph, sizes: tuple[int, ...]
 ) -> StepResult:
     """One step that moves nothing."""
-    model = EagerModel(workload, graph, lambda named: made("none", [{"params": [p for _, p in named]}], 0.0))
+    model = EagerModel(
+        workload, graph, lambda named: make_budgeted("none", [{"params": [p for _, p in named]}], 0.0)
+    )
     return model.steps([(batch, sizes)], double=True)[0]
 
 
