@@ -1,4 +1,4 @@
-"""Transfers along links: bundles of messages, and collectives: a sum of gradients, or what a compute sends inside, in a ring.
+"""Transfers along links: bundles of messages, and collectives: sums of gradients, or what a compute sends inside, in rings.
 
     a sum         takes its seconds alone; beside others, its ring's links give it what is fair
     a compute     asks for its links for the share φ of its seconds in which it communicates; others keep it waiting in that
