@@ -103,7 +103,7 @@ def given_gradient(target: Sequence[NeedLike]) -> tuple[Placement, ...]:
 
 
 def expected_gradient(source: Sequence[Placement]) -> tuple[Placement, ...]:
-    """Return the placement in which the producer's backward expects the gradient of what it produced so."""
+    """Return the placement in which the producer's backward expects the gradient of an output placed so."""
     return tuple(p if isinstance(p, Shard) else Replicate() for p in source)
 
 
@@ -151,7 +151,7 @@ def path(source: tuple[Placement, ...], target: tuple[Placement, ...], shape: tu
 def _step(
     here: tuple[Placement, ...], axis: int, wanted: Placement, shape: Sequence[int]
 ) -> AxisChange | None:
-    """Return the step that takes ``axis`` from what it is to ``wanted``; None where there is none."""
+    """Return the step that takes ``axis`` from its placement to ``wanted``; None where there is none."""
     now = here[axis]
     if now == wanted:
         return None
@@ -180,7 +180,7 @@ def volume_share(step: AxisChange, size: int) -> float:
 
 
 def buffer_share(step: AxisChange, size: int) -> float:
-    """Return the larger of what a rank puts in and gets out of a collective, as a fraction of the whole tensor."""
+    """Return the larger of a rank's input and output of a collective, as a fraction of the whole tensor."""
     if step.kind not in COLLECTIVES:
         return 0.0
     return step.share / size if step.kind == "all_to_all" else step.share

@@ -61,7 +61,7 @@ _watch: ContextVar[_Watch | None] = ContextVar("watch", default=None)
 
 @contextmanager
 def watched(show: Callable[[Progress], None]) -> Iterator[None]:
-    """Call ``show`` with the progress of what runs within, whenever it changes."""
+    """Call ``show`` with the progress of the search that runs within, whenever it changes."""
     token = _watch.set(_Watch(show))
     try:
         yield

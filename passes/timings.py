@@ -119,7 +119,7 @@ def peak_memory_bytes() -> int:
 
 
 def phase(name: str) -> Callable[[Callable[P, T]], Callable[P, T]]:
-    """Count a function's seconds as those of a phase, while somebody collects."""
+    """Add a function's seconds to a phase's, while somebody collects."""
 
     def of(run: Callable[P, T]) -> Callable[P, T]:
         @wraps(run)

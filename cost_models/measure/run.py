@@ -169,7 +169,7 @@ def _measure_turn(cases: Sequence[OpCase]) -> Figures:
 
 
 def _combined(several: Sequence[Figures], combine: Callable[[Sequence[float]], float]) -> Figures:
-    """Combine each number of what was measured several times."""
+    """Combine each number that was measured several times."""
     return {
         name: tuple(combine(column) for column in zip(*(figures[name] for figures in several), strict=True))
         for name in several[0]

@@ -114,7 +114,7 @@ class DeviceSpec(Section):
         return self.over(DeviceSpec.model_validate({**DEVICES[self.preset], **known}))
 
     def problems(self) -> list[Problem]:
-        """List what is missing once the preset has given what it has."""
+        """List the problems that remain once the preset has filled its keys in."""
         full = self.resolved()
         needed: dict[str, tuple[object, str]] = {
             "memory": (full.memory, SIZE_EXPECTED),

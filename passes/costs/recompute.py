@@ -51,26 +51,3 @@ def region_bytes(costs: GraphCosts, region: Region, batch_size: int) -> int:
     inside = set(region)
     saved = {name for op in region for name in costs.saved[op]}
     return sum(sizes[name] for name in saved - costs.inputs_of(inside))
-
-
-def transient_bytes(costs: GraphCosts, regions: Sequence[Region], batch_size: int, deferring: bool) -> int:
-    """Find the most bytes alive at once because of what backward computes again, the last region first.
-
-    ``deferring``: storages that weight halves need of a region stay until they run, while earlier regions follow.
-    """
-    exact = costs.exact(batch_size)
-    most, kept = 0, 0
-    for region in reversed(regions):
-        most = max(most, kept + region_bytes(exact, region, batch_size))
-        if deferring:
-            kept += _deferred_bytes(exact, region, batch_size)
-    return most
-
-
-def _deferred_bytes(costs: GraphCosts, region: Region, batch_size: int) -> int:
-    """Count bytes that weight halves need of ``region`` beside what is held anyway: their inputs and output gradients."""
-    parameterized = [op for op in region if costs.weight_half[op]]
-    gradients = int(costs.at(batch_size).output_bytes[parameterized].sum())
-    sizes = costs.storage_bytes(batch_size)
-    saved = {name for op in parameterized for name in costs.saved[op]}
-    return gradients + sum(sizes[name] for name in saved - costs.inputs_of(set(region)))

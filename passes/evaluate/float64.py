@@ -122,7 +122,7 @@ def code_in_float64(graph: OpGraph) -> Iterator[None]:
 
 
 def own_type(graph: OpGraph) -> torch.dtype | None:
-    """Return the one floating type of what ``graph`` is given; None if there are several."""
+    """Return the one floating type of ``graph``'s inputs; None if there are several."""
     state = (*graph.parameters.values(), *graph.buffers.values())
     given = (*(spec.dtype for spec in state), *(leaf.dtype for leaf in graph.batch.leaves.values()))
     types = {dtype for dtype in given if dtype.is_floating_point}

@@ -159,7 +159,7 @@ def _checked_in_float64(graph: OpGraph, subject: EagerSubject) -> OpGraph:
 
 
 class _CannotRunError(Exception):
-    """A step of the eager model raised. ``reason``: what it raised."""
+    """A step of the eager model raised ``reason``."""
 
     def __init__(self, reason: Exception) -> None:
         super().__init__(str(reason))

@@ -41,7 +41,7 @@ def line_of(function: Callable[..., object]) -> str:
 
 
 def why_backward_fails(graph: OpGraph, error: BaseException) -> list[str]:
-    """Name the op and the line of what a step's own ``loss.backward()`` raised; [] for what forward raised."""
+    """Name the op and the line at which a step's own ``loss.backward()`` raised; [] where forward did."""
     frames = traceback.extract_tb(error.__traceback__)
     called = [at for at, frame in enumerate(frames) if frame.name == "eager_step"]
     after = frames[called[0] + 1] if called and called[0] + 1 < len(frames) else None

@@ -215,7 +215,7 @@ def drawing_hooks(model: nn.Module, seen: list[Callable[[Any], Any]]) -> Iterato
 def _changed_hooks(
     tables: Sequence[dict[int, Any]], change: Callable[[Callable[..., Any]], Callable[..., Any] | None]
 ) -> Iterator[None]:
-    """Put what ``change`` makes of each hook in its place, where that is something, and the hooks back afterwards."""
+    """Replace each hook by what ``change`` returns for it, if anything, and put the hooks back afterwards."""
     saved = [dict(table) for table in tables]
     for table, hooks in zip(tables, saved, strict=True):
         table.clear()

@@ -86,7 +86,7 @@ _ONE_VALUE = "Expected more than 1 value per channel"
 
 
 def _selected(node: fx.Node, graph: OpGraph) -> int:
-    """Return the samples that there must be for the one that the op takes."""
+    """Return the least samples of a batch that has the one which the op selects."""
     (spec,) = tensor_specs(node.all_input_nodes[0])
     dim, index = argument(node, "dim"), argument(node, "index")
     if not isinstance(index, int) or spec.shape[dim] != graph.batch.batch_symbol:

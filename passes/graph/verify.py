@@ -21,8 +21,6 @@ from runtime.ops.bridges import is_bridge
 from runtime.ops.local import run_local
 from runtime.ops.opaque import Opaque
 
-aten = torch.ops.aten
-
 _NAMED_BELOW = 10
 """The number of violations of one rule that the error names; it counts the others."""
 

@@ -51,8 +51,6 @@ from passes.graph.recomputed import recomputed_ops
 from passes.lower.job import Job
 from passes.search.bound import longest_into
 
-aten = torch.ops.aten
-
 _MAY_BE_VIEWS = frozenset(
     {
         "reshape", "contiguous", "flatten", "clone", "expand", "expand_as", "to", "_to_copy", "view_as",
@@ -101,7 +99,7 @@ def any_plan_bound(graph: OpGraph, costs: GraphCosts, cluster: ClusterSpec, job:
 
 
 def counted_work(graph: OpGraph, costs: GraphCosts, size: int) -> dict[str, tuple[float, float]]:
-    """Op -> (FLOPs, bytes) of a micro-batch of ``size`` samples, forward and backward, of what the bound counts."""
+    """Op -> the (FLOPs, bytes) that the bound counts for ``size`` samples, forward and backward."""
     ops = _Ops.of(graph, costs, size)
     (forward, backward), (read, gradient) = ops.work(size)
     flops, moved = (forward + backward).tolist(), (read + gradient).tolist()
@@ -114,10 +112,10 @@ class _Ops:
 
     costs: GraphCosts
     products: FloatArray
-    """1 for products and attention, of which FLOPs are counted."""
+    """1 for ops whose FLOPs are counted: products and attention."""
     attention: FloatArray
     moving: FloatArray
-    """1 for ops of which bytes are counted."""
+    """1 for ops whose bytes are counted."""
     forward_path: int
     """Ops on the longest path to the loss, of those that are launched."""
     backward_path: int

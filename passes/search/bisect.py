@@ -157,7 +157,7 @@ class Bisection(Generic[SolutionT]):
         return (limit - self.program.fill * below) / weight
 
     def _at(self, bottleneck: float) -> tuple[float, float] | None:
-        """Solve for bottlenecks up to this one: (f, bottleneck of what was found); None if nothing fits."""
+        """Solve for bottlenecks up to this one: (f, the solution's bottleneck); None if nothing fits."""
         self.solved += 1
         ends = self.program.solve(bottleneck)
         if not ends:

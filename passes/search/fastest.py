@@ -86,7 +86,7 @@ def until_it_fits(
 
 
 def share_of_need(judge: Judge, simulated: Simulated) -> float:
-    """Return the least share that a device has of what it needs."""
+    """Return the least ratio of a device's memory to the plan's peak on it."""
     devices = judge.cluster.devices
     return min(d.memory_bytes / peak for d, peak in zip(devices, simulated.peak_bytes, strict=True) if peak)
 

@@ -146,7 +146,7 @@ class ChoiceOrigins:
     by_rule: int
     discovered: int
     replicated: tuple[str, ...]
-    """Ops of which only one way is known, every rank doing everything."""
+    """Ops that can only run whole on every rank."""
     replicated_seconds: float
     """Seconds of a step that those take."""
     replicated_matmul_share: float

@@ -102,7 +102,7 @@ def _parts(
 def _providers(
     judge: Judge, request: StagesRequest, groups: GroupsProvider | None, discovery: Discovery
 ) -> list[Provider[Any]]:
-    """List the families of pipelines, ``groups`` among them where that is one."""
+    """List the families of pipelines; ``groups`` is one of them unless None."""
     if isinstance(request, LayerRequest):
         return [LayerProvider(judge, request)]
     if isinstance(request, FeatureRequest):

@@ -123,4 +123,4 @@ class Provider(Protocol[SolvedT]):
         """Value a proposal that is chosen."""
 
     def refusal(self, tried: Sequence[Judged[SolvedT]], room: float) -> PartitionerError:
-        """Return the error for a family of which nothing fits. ``room``: that of the last proposals."""
+        """Return the error for a family none of whose proposals fits. ``room``: that of the last ones."""

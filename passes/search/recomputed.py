@@ -102,7 +102,7 @@ class Recomputed:
         return found
 
     def use(self, maker: str, readers: Sequence[Reader], saved: Collection[Reader]) -> BridgeUse:
-        """Tell how backward has the copies of a value. ``saved``: readers of which autograd keeps what they take."""
+        """Tell how backward gets the copies of a value. ``saved``: readers whose operands autograd keeps."""
         kept = any(reader in saved for reader in readers)
         regions = {self.region_of.get(op) for op, _ in readers}
         if regions <= {None}:

@@ -38,8 +38,6 @@ from passes.shard.sample_states import Added, Coupled, Ordered, Same, Samples, S
 from passes.shard.sorted_rows import counted_rows, is_sorted, sorted_by, through_order
 from passes.shard.words import Choice, Need, operands
 
-aten = torch.ops.aten
-
 Kind = Literal["batch statistics", "synchronized statistics", "samples", "running state"]
 _TALK = frozenset({"batch_norm:samples"})
 """Local forms in which ranks exchange more than parts of a sum: a micro-batch has nobody to ask."""

@@ -236,7 +236,7 @@ def _buffers(node: fx.Node) -> Iterator[fx.Node]:
 
 
 def mere_forms(node: fx.Node, of_state: frozenset[str]) -> Iterator[fx.Node]:
-    """Yield a value, what it is a mere form of (a cast, a power: no other value enters), and so on."""
+    """Yield a value, then its source through ops that no other value enters (a cast, a power), and so on."""
     sources = [node]
     while len(sources) == 1:
         yield sources[0]

@@ -235,7 +235,7 @@ class Strands:
         return True
 
     def _mark(self, node: fx.Node) -> None:
-        """Mark a value as read whole or summed over, and what it is a mere form of too."""
+        """Mark a value as read whole or summed over, and its sources through casts and powers too."""
         self.read_whole.update(form for form in mere_forms(node, self.of_state) if form in self.of)
 
 
@@ -246,7 +246,7 @@ _PRODUCTS = frozenset({aten.bmm.default, aten.baddbmm.default, aten.matmul.defau
 
 
 def neurons(node: fx.Node, of_state: frozenset[str]) -> tuple[int, str] | None:
-    """Return the dimension of what an op's weights make, and what that is; None for ops without weights.
+    """Return the output dimension that an op's weights make, and its kind; None for ops without weights.
 
     "neurons" of a linear layer, "channels" of a convolution, "experts" of stacked weights, "locations" where each of
     several dimensions has weights of its own.

@@ -47,7 +47,7 @@ class Window:
     fill: float
     target: Any
     changes: Mapping[str, Any]
-    """Arguments of the op on what it reads, padded already."""
+    """Arguments of the op on an operand that is padded already."""
     per_row: int = 1
 
     def reads(self, span: Range) -> Range:

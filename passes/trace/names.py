@@ -91,7 +91,7 @@ def _non_persistent(model: nn.Module) -> set[str]:
 
 
 def frozen_modules(model: nn.Module) -> frozenset[str]:
-    """Return the paths of modules that have parameters of which none is trained."""
+    """Return the paths of modules that have parameters and train none of them."""
     return frozenset(
         path
         for path, module in model.named_modules()

@@ -1,4 +1,4 @@
-"""A precision for one model: refusals of what cannot be trained in it, and remarks on what can.
+"""A precision for one model: refusals where it cannot be trained so, and remarks where it can.
 
 Some ops fail when they run, not when they are traced: torch's shape functions let their data types differ. A precision
 casts parameters and inputs. Where code adds a float32 buffer, or a float32 tensor of its own making, the result is

@@ -54,7 +54,7 @@ def _turn(axis: Axis) -> Mapping[str, Sequence[float]]:
 
 
 def _calls(axis: Axis) -> Mapping[str, tuple[int, int, Callable[[Tensor], Tensor]]]:
-    """Return by kind how many parts the first and last dimension of what a rank has of a tensor need, and the call."""
+    """Return by kind the parts into which the first and last dimension of a rank's shard divide, and the call."""
     return {
         "all_reduce": (1, 1, axis.sum),
         "all_gather": (2, 1, lambda x: axis.gather(x[:1], 0)),

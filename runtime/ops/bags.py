@@ -18,7 +18,7 @@ from torch import Tensor
 from runtime.ops.peers import Peers
 
 SUM, MEAN, MAX = range(3)
-"""ATen's numbers of what is made of a bag's rows."""
+"""ATen's numbers of the ways to combine a bag's rows: sum, mean, max."""
 
 # torch.library leaves its class untyped.
 _LIBRARY = torch.library.Library("partitioner", "FRAGMENT")  # type: ignore[no-untyped-call]

@@ -106,7 +106,7 @@ def run_local(function: str, op: str, roles: Mapping[str, str], *args: Any, **op
 
 
 def shaped(function: str, roles: Mapping[str, str], op: LocalOp) -> LocalOp:
-    """Return what tells the shapes of the local form of ``op``, and what it costs."""
+    """Return a function with the shapes and the costs of the local form of ``op``."""
     return partial(OF_SHAPE[function], op, roles) if function in OF_SHAPE else op
 
 

@@ -43,7 +43,7 @@ class Slot:
 
 @dataclass(frozen=True)
 class Baked:
-    """An argument that is no tensor: what it was when the model was traced."""
+    """An argument that is no tensor: its value when the model was traced."""
 
     value: Any
 

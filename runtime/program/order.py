@@ -155,26 +155,21 @@ def _messages(
     for number, value in enumerate(graph.values):
         home = graph.segments[value.producer].rank
         for (away, *_), consumers, there, back in crossings(graph, value):
-            source, target = home, away
-            seconds, size_bytes = bundle(there)
-            for mb in range(microbatches):
-                sent = value.producer * microbatches + mb
-                used = min((c * microbatches + mb for c in consumers), key=position.__getitem__)
-                yield _Planned(
-                    end[sent], sequence[sent], number, target, mb, source, False, position[sent] + 1,
-                    position[used], start[used], seconds, size_bytes,
-                )  # fmt: skip
-            if not (training and back):
-                continue
-            source, target = away, home
-            seconds, size_bytes = bundle(back)
-            for mb in range(microbatches):
-                sent = max((backward + c * microbatches + mb for c in consumers), key=position.__getitem__)
-                used = backward + value.producer * microbatches + mb
-                yield _Planned(
-                    end[sent], sequence[sent], number, target, mb, source, True, position[sent] + 1,
-                    position[used], start[used], seconds, size_bytes,
-                )  # fmt: skip
+            ways = [(home, away, False, there), (away, home, True, back)]
+            for source, target, gradient, pieces in ways if training and back else ways[:1]:
+                seconds, size_bytes = bundle(pieces)
+                for mb in range(microbatches):
+                    sent = value.producer * microbatches + mb
+                    used = min((c * microbatches + mb for c in consumers), key=position.__getitem__)
+                    if gradient:
+                        used = backward + sent
+                        sent = max(
+                            (backward + c * microbatches + mb for c in consumers), key=position.__getitem__
+                        )
+                    yield _Planned(
+                        end[sent], sequence[sent], number, target, mb, source, gradient, position[sent] + 1,
+                        position[used], start[used], seconds, size_bytes,
+                    )  # fmt: skip
 
 
 def _bundle(pieces: Sequence[PieceBytes], transfer_seconds: TransferSeconds) -> tuple[float, int]:

@@ -62,7 +62,7 @@ class Collectives:
         self._number, self._failed = number, failed
         self.ranks: Sequence[int] = () if group is None else range(dist.get_world_size(group))
         self.waits_for = ""
-        """Name of what is waited for."""
+        """Name of the result that is waited for."""
         self.waits_on: Sequence[int] = ()
         """Ranks that it comes from."""
 

@@ -15,7 +15,7 @@ ComputeStep: TypeAlias = tuple[Letter, int, int]
 """The (letter, chunk on the rank, micro-batch) of a compute."""
 
 Moment: TypeAlias = tuple[tuple[int, int], ...]
-"""Micro-batches of each chunk that are held whole, and those of which only the weight half is left.
+"""Micro-batches of each chunk that are held whole, and those whose weight half alone is still to run.
 
 whole         forward done, (input) backward not done: each holds ``saved_bytes``
 weights left  input half done, weight half not done:   each holds ``weight_saved_bytes``

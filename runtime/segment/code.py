@@ -84,7 +84,7 @@ class SegmentOutput:
     needs_grad: bool = False
     """True for a value if some consumer sends a gradient back."""
     once: bool = False
-    """True for a buffer of which every micro-batch of a step reads what was there before the step."""
+    """True for a buffer whose contents from before the step every micro-batch reads."""
 
 
 @dataclass(frozen=True)

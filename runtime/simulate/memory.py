@@ -60,7 +60,7 @@ class MemoryCurve:
     seconds: Floats
     bytes_held: Floats
     kinds: Floats
-    """The number in ``MemoryKind`` of what each change is of."""
+    """The kind of memory that each change is of, as its number in ``MemoryKind``."""
 
     @property
     def peak_bytes(self) -> int:

@@ -106,7 +106,7 @@ def simulate(
     pair_bytes: defaultdict[tuple[int, int], float] = defaultdict(float)
     moved = []
     sent: defaultdict[BundleKey, float] = defaultdict(float)
-    """Full micro-batches of which each bundle goes."""
+    """Full micro-batches that send each bundle."""
     for message, number in flat.messages.items():
         key = message.value, message.gradient, message.source, message.target
         bundle = bundles[key]
@@ -166,7 +166,7 @@ def _of_leader(program: Program) -> tuple[Program, dict[ReduceGradients, list[Re
 def _collectives(
     programs: Sequence[Program], graph: SegmentGraph, scale: Sequence[float]
 ) -> Iterator[tuple[tuple[int, ...], float]]:
-    """Yield (ranks, bytes that each sends) of what segments communicate inside in the step."""
+    """Yield (ranks, bytes that each sends) of every collective inside a segment in the step."""
     runs: defaultdict[tuple[int, bool], float] = defaultdict(float)
     for program in programs:
         for instruction in program.instructions:
@@ -194,7 +194,7 @@ def _sums(
 def _of_leaders_pieces(
     times: Mapping[BundleKey, MessageTimes], bundles: Mapping[BundleKey, Bundle]
 ) -> dict[BundleKey, MessageTimes]:
-    """Return the times of bundles as those of the pieces that leaders send and receive."""
+    """Return the times of the pieces that leaders send and receive: those of their bundles."""
     found: dict[BundleKey, MessageTimes] = {}
     for key, own in times.items():
         value, gradient, sender, receiver = key

@@ -64,7 +64,7 @@ class RankState:
     parts: Mapping[str, TensorPart] = field(default_factory=dict)
     """Every part that some rank holds instead of a tensor of the model, by its name."""
     elsewhere: Mapping[str, Sharding] = field(default_factory=dict)
-    """Shardings of tensors of which only other ranks hold blocks: those of other stages."""
+    """Shardings of the tensors of other stages, whose blocks only other ranks hold."""
 
     def names_of(self, name: str) -> tuple[str, ...]:
         """Return the names of what ranks hold of the model's tensor called ``name``: its parts, or itself."""

@@ -1,4 +1,4 @@
-"""Parameters of which a rank trains a part of what it stores (ZeRO-1 and 2), around an optimizer's step.
+"""Parameters that a rank stores whole and trains a part of (ZeRO-1 and 2), around an optimizer's step.
 
 backward     leaf.grad, whole
 sums         reduce-scatter (``runtime.execute.reduce``): this rank's part of the sum; leaf.grad is gone

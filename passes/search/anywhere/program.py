@@ -178,7 +178,7 @@ class _PlacementProgram:
                     self.program.row({complete: 1.0, self.x[u, d]: -1.0}, "<=", 0.0)
 
     def _messages(self, e: int) -> None:
-        """Add the messages of a net of which each is paid."""
+        """Add the messages of a net that pays for each of them."""
         problem, net = self.problem, self.problem.nets[e]
         if not any(u in self.free for u in net.members):
             source = self.home[net.producer]

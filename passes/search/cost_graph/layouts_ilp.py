@@ -151,7 +151,7 @@ class _LayoutProgram:
             self.program.row({sent: 1.0, form: -1.0}, ">=", 0.0)
 
     def _paid(self, name: str, seconds: float) -> Variable:
-        """Add a transfer to the objective; it is out of reach where it alone costs more than what is known."""
+        """Add a transfer to the objective; it is excluded where it alone costs more than the best known layouts."""
         variable = self.program.variable(name, 0, 1 if seconds <= self.most else 0)
         self.objective[variable] = min(seconds, self.most) * self.scale
         return variable

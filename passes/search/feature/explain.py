@@ -54,7 +54,7 @@ class Alternatives:
 
     @property
     def cheaper(self) -> tuple[PlacedWay, ...]:
-        """Ways of which the step would be shorter, whether they fit or not."""
+        """Ways that would make the step shorter, whether they fit or not."""
         limit = self.chosen.step_seconds * (1 - TUNING.alike)
         return tuple(way for way in self.ways if way.step_seconds < limit)
 

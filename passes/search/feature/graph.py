@@ -59,7 +59,7 @@ class Unit:
 
     @property
     def only_whole(self) -> bool:
-        """True of an op of which no way is known but every rank doing everything; what only counts or compares aside."""
+        """True of an op that can only run whole on every rank, except ops that only count or compare."""
         return len(self.choices) == 1 and self.kind == "op" and self.outputs[0].dtype.is_floating_point
 
 
@@ -215,7 +215,7 @@ def makes_values(node: fx.Node) -> bool:
 
 
 def value_name(node: fx.Node) -> ValueName:
-    """The value that a node stands for: a projection is what it projects."""
+    """The value that a node stands for: for a projection, the value it projects from."""
     if node.target is operator.getitem:
         source, element = node.args
         assert isinstance(source, fx.Node)
@@ -311,7 +311,7 @@ def _wires(again: Recomputed, readers: Readers, unit_of: Mapping[str, int]) -> t
 
 @once_per_graph
 def kept_operands(graph: OpGraph, costs: GraphCosts) -> frozenset[tuple[str, int]]:
-    """(op, operand) of which autograd keeps what the op takes: saved by the op, or by a reader of a view of it."""
+    """(op, operand) pairs whose operand autograd keeps: saved by the op, or by a reader of a view of it."""
     index = {node.name: i for i, node in enumerate(graph.ops)}
     storage: dict[ValueName, str | None] = {}
     for node, outputs in zip(graph.ops, costs.output_storages, strict=True):

@@ -101,7 +101,7 @@ class FeatureProgram:
             self.held[variable] = size / self.byte_scale
 
     def _working(self) -> Terms:
-        """Make w, with a row for each unit that may need more than what is needed anyway."""
+        """Make w, with a row for each unit that may need a larger buffer than every solution has."""
         more = self.program.variable("w")
         for own, unit in zip(self.x, self.problem.units, strict=True):
             beyond = unit.working_bytes / self.byte_scale

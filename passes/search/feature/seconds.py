@@ -148,7 +148,7 @@ def _local(
 
 
 def _shared(whole: OpTable, sums: FloatArray, work: FloatArray, traffic: ByteShares) -> OpTable:
-    """Return a rank's share of ``whole``, of whose weight half ``sums`` bytes add gradients."""
+    """Return a rank's share of ``whole``; ``sums``: bytes of its weight half that add gradients."""
     return replace(
         whole,
         forward_flops=whole.forward_flops * work,

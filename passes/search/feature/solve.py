@@ -79,7 +79,7 @@ class ProblemSearch:
         return not self._steps or not self.possible or self.is_proved() or self.is_bounded(known_seconds)
 
     def will_do(self, closely_seconds: float) -> bool:
-        """Tell whether only integer programs are left, and nothing costs less than what is worth them."""
+        """Tell whether only integer programs are left that cannot improve the plan enough to be worth solving."""
         return self.comes_to_programs and self.bound >= closely_seconds
 
     def is_bounded(self, known_seconds: float) -> bool:

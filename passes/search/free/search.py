@@ -115,7 +115,7 @@ class CountSearch:
             self.known[key] = KnownPlacement(key, trail, evaluate(self.problem, key))
 
     def start(self) -> float:
-        """Begin with simple placements; return the least predicted seconds of what is known."""
+        """Begin with simple placements; return the least predicted seconds among them."""
         self.offer(self._soonest(), Trail.of(Origin.EARLIEST_FINISH))
         fastest = np.argsort(self.problem.seconds.sum(axis=1), kind="stable").tolist()
         numbers = np.unique(np.linspace(2, len(fastest), RUN_COUNTS).round().astype(int)).tolist()

@@ -56,7 +56,7 @@ from passes.search.touches import Crossing, Touch
 Assignment: TypeAlias = Literal["unordered", "ordered", "sequence"]
 
 Held: TypeAlias = tuple[int, int]
-"""Micro-batches held whole, and micro-batches of which only the weight half is left."""
+"""Micro-batches held whole, and micro-batches whose weight half alone is still to run."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -163,7 +163,7 @@ class LayerProblem:
     fill: float = 1.0
     chunks: int = 1
     deferred_bytes: FloatArray = field(default_factory=lambda: np.zeros(0))
-    """[deferred] held per micro-batch of which only the weight half is left."""
+    """[deferred] held per micro-batch whose weight half alone is still to run."""
     moments: tuple[tuple[Held, ...], ...] = ()
     """``moments[k - 1]``: when the k-th stage from the end may hold the most. Empty: ``in_flight`` whole ones."""
     alternating: bool = False

@@ -232,7 +232,7 @@ class StageTable:
 
     @cached_property
     def deferred_bytes(self) -> FloatArray:
-        """[pairs] of one micro-batch of which only the weight half is left."""
+        """[pairs] of one micro-batch whose weight half alone is still to run."""
         if not self.problem.moments:
             return np.zeros_like(self.held_bytes)
         return self.geometry.deferred(self.problem.deferred_bytes)

@@ -85,7 +85,7 @@ class LossTerms:
     adds_constant: bool
 
     def unlike(self, reduction: str) -> tuple[fx.Node, ...]:
-        """List the terms of which ``reduction`` does not make the whole batch's out of the micro-batches'."""
+        """List the terms that ``reduction`` of the micro-batches does not bring to the whole batch's value."""
         means = () if reduction == "token_mean" else tuple(mean.node for mean in self.means)
         sums = self.sums if reduction == "mean" else ()
         averages = self.averages if reduction == "sum" else ()
@@ -142,7 +142,7 @@ class _LossWalk:
         )
 
     def _visit(self, node: fx.Node, outer: int) -> list[tuple[fx.Node, int]]:
-        """Record ``node`` if it is a term; else what it is linear in. ``outer``: powers of n between it and the loss."""
+        """Record ``node`` if it is a term; else values it is linear in. ``outer``: powers of n between it and the loss."""
         if node.target in CROSS_ENTROPIES and self._label_mean(node, outer):
             return []
         inputs = self._linear_in(node)

@@ -188,7 +188,7 @@ def _fixed(*sizes: int | torch.SymInt) -> bool:
 
 
 def _no_blocks(mask: Tensor, **sizes: Any) -> tuple[Tensor, Tensor]:
-    """Take the place of what tells of each block whether it is seen in part, and whether whole."""
+    """Return the kinds of blocks where none is listed: none seen in part, none seen whole."""
     sides = zip(mask.shape[-2:], (sizes["Q_BLOCK_SIZE"], sizes["KV_BLOCK_SIZE"]), strict=True)
     none = torch.zeros(
         1, 1, *(-(-size // block) for size, block in sides), dtype=torch.int8, device=mask.device

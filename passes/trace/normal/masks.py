@@ -246,7 +246,7 @@ class _SampleValues:
 
 
 def _kind(node: fx.Node, kinds: dict[fx.Node, BatchDependence]) -> BatchDependence:
-    """Say how the node's result depends on the batch, given how what it reads does."""
+    """Say how the node's result depends on the batch, given how its operands do."""
     if node.op != "call_function":
         return BatchDependence.OPEN
     if node.target is aten.sym_size.int:

@@ -110,7 +110,7 @@ def _inline(gm: fx.GraphModule) -> fx.Graph:
 
 @dataclass
 class _Inliner:
-    """The new graph as it grows, the casts in it, and (place, advice) of what it cannot hold."""
+    """The new graph as it grows, the casts in it, and (place, advice) of ops that it cannot hold."""
 
     graph: fx.Graph = field(default_factory=fx.Graph)
     casts: CastCache = field(default_factory=CastCache)

@@ -33,7 +33,6 @@ class OpaqueCode:
     code: Code
     source: str
     text: str
-    baked: tuple[Any, ...] = ()
 
 
 def of_module(name: str, module: nn.Module, model: nn.Module) -> OpaqueCode:
@@ -151,7 +150,7 @@ def without_addresses(text: str) -> str:
 
 
 def identity_of(name: str, *content: Any) -> str:
-    """Return what equal parts share: a digest of their pickled code; of what cannot be pickled, the name."""
+    """Return a key that equal parts share: a digest of their pickled code, or its name where it cannot be pickled."""
     written = io.BytesIO()
     pickler = pickle.Pickler(written)
     pickler.fast = True  # no references: equal contents are equal bytes, whichever objects they share

@@ -73,7 +73,7 @@ def without_slices(path: str, model: nn.Module) -> str:
 
 @contextlib.contextmanager
 def refuse_inner_gradients(model: nn.Module) -> Iterator[None]:
-    """Refuse code that asks autograd for gradients in forward: what it traces is not what it computes."""
+    """Refuse code that asks autograd for gradients in forward: its trace would compute something else."""
 
     def inside(original: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:

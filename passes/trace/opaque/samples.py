@@ -168,7 +168,7 @@ def _run(
 def _observed(
     part: OpaqueCode, state: Sequence[Tensor], args: Any, kwargs: Any, dtype: torch.dtype | None
 ) -> Observed:
-    """Run a part on its own, on what it is given. ``dtype``: what the trace casts inputs and parameters to."""
+    """Run a part on its own operands. ``dtype``: the type that the trace casts inputs and parameters to."""
 
     def cast(tensor: Tensor, buffer: bool = False) -> Tensor:
         wanted = dtype if dtype is not None and tensor.is_floating_point() and not buffer else tensor.dtype

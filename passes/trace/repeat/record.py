@@ -248,7 +248,7 @@ def _result(value: Any, tracer: Any, sight: Sight, own: set[fx.Node]) -> Any:
 
 
 def _refuse_odd_memory(node: fx.Node, own: set[fx.Node]) -> None:
-    """Refuse a result that is not all of its memory: a view of something larger, or of what the run was given."""
+    """Refuse a result that is not all of its memory: a view of something larger, or of the run's input."""
     value = node.meta["val"]
     key, elements = storage_key(value), 1
     left = [
