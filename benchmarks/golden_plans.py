@@ -35,12 +35,11 @@ from partitioner.cost_graphs.plan import plan_graph
 from partitioner.cost_graphs.plan_layouts import plan_feature_wise
 from partitioner.cost_graphs.read import read_graph
 from partitioner.evaluation.placed import inference_programs, inference_segments
+from partitioner.evaluation.placement import reuse_placement, without_writes
+from partitioner.evaluation.sharding import reuse_sharding
 from partitioner.models.as_graph import as_graph
 from partitioner.models.load import load_workload
 from partitioner.record.rebuild import plan_code, plan_programs, ranks_in_order
-from passes.evaluate.graph import without_writes
-from passes.evaluate.placement import reuse_placement
-from passes.evaluate.sharding import reuse_sharding
 from passes.graph.graph import OpGraph
 from passes.shard.shard import shard_graph
 from runtime.simulate.simulation import Simulation

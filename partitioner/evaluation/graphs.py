@@ -36,7 +36,7 @@ from partitioner.evaluation.choice import (
     votes,
 )
 from partitioner.evaluation.placed import Deployed, PlacedEvaluation
-from passes.evaluate.graph import without_writes
+from partitioner.evaluation.placement import without_writes
 from passes.graph.graph import OpGraph
 from passes.graph.least_samples import least_samples
 from passes.graph.token_counts import user_leaves

@@ -18,13 +18,12 @@ from cost_models.cluster import ClusterSpec
 from cost_models.errors import InternalError
 from cost_models.layout import Mesh, Replicate, Shard
 from partitioner.batches.part_batch import DataPlace
+from partitioner.evaluation.parts import reuse_splits
+from partitioner.evaluation.placement import reuse_placement, with_computed_outputs, without_outputs
+from partitioner.evaluation.sharding import reuse_interfaces, reuse_sharding
 from partitioner.models.workload import Workload
 from partitioner.record.data import PlanData
 from partitioner.record.rebuild import stage_placements
-from passes.evaluate.graph import with_computed_outputs, without_outputs
-from passes.evaluate.parts import reuse_splits
-from passes.evaluate.placement import reuse_placement
-from passes.evaluate.sharding import reuse_interfaces, reuse_sharding
 from passes.graph.graph import OpGraph, tensor_specs
 from passes.graph.part import part_of
 from passes.graph.token_counts import user_leaves

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from cost_models.errors import ModelError, UsageError
 from partitioner.models.workload import Workload
-from passes.evaluate.float64 import default_dtype
+from passes.copies.float64 import default_dtype
 
 _DTYPES = {
     "float64": torch.float64,

@@ -17,7 +17,7 @@ from typing import Any
 
 from torch import nn
 
-from passes.evaluate.copied_module import copied_with
+from passes.copies.copied_module import copied_with
 from passes.graph.graph import OpGraph
 
 

@@ -21,8 +21,8 @@ from cost_models.errors import UsageError
 from partitioner.engine.gradient_hooks import live
 from partitioner.models.workload import Workload
 from partitioner.verify.grow_batch import to_double
-from passes.evaluate.copied_module import copied_with
-from passes.evaluate.float64 import widen_module
+from passes.copies.copied_module import copied_with
+from passes.copies.float64 import widen_module
 from passes.trace.hook_reads import hook_tables, register_hooks
 
 

@@ -28,8 +28,8 @@ from partitioner.verify.draws import RecordedDraws
 from partitioner.verify.grow_batch import grow_batch, ignore_unevenly, to_double
 from partitioner.verify.plain_loop import WeighedPart, plain_loop
 from partitioner.verify.rounding import RoundedOnceMore
-from passes.evaluate.dropout import DropoutOff, random_ops
-from passes.evaluate.float64 import code_in_float64
+from passes.copies.dropout import DropoutOff, random_ops
+from passes.copies.float64 import code_in_float64
 from passes.fidelity.agree import StepResult
 from passes.fidelity.steps import cut, eager_module
 from passes.graph.graph import OpGraph

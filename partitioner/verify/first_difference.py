@@ -23,7 +23,7 @@ from partitioner.record.data import PlanData
 from partitioner.record.rebuild import ranks_in_order
 from partitioner.verify.rank import VerificationTask, run_rank_with_notes
 from partitioner.verify.ranks import put_together
-from passes.evaluate.float64 import float64_by_default
+from passes.copies.float64 import float64_by_default
 from passes.fidelity.agree import StepResult, compare
 from passes.fidelity.steps import run_graph
 from passes.graph.graph import OpGraph

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from passes.evaluate.float64 import wide
+from passes.copies.float64 import wide
 from passes.graph.graph import OpGraph
 from passes.trace.batch import flatten_batch, forward_names, map_tensors
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from cost_models.precision import ParameterPrecision
 from partitioner.engine.optimizer import make_optimizer
-from passes.evaluate.float64 import float64_by_default
+from passes.copies.float64 import float64_by_default
 from passes.fidelity.agree import StepResult
 from runtime.execute.context import RankProgram
 from runtime.execute.execute import Executor

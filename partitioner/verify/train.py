@@ -47,7 +47,7 @@ from partitioner.verify.subject import mesh_of_all, notes_on, trace_of, workload
 from partitioner.verify.train_compare import ExpectedRun, compare_run, compare_saved, line
 from partitioner.verify.train_course import TrainCourse, Tried, clipped, trained_model, tried
 from partitioner.verify.train_rank import RESUMED_TO, SAVED, EngineRun, RankRun, TrainTask, train_rank
-from passes.evaluate.dropout import random_ops, without_dropout
+from passes.copies.dropout import random_ops, without_dropout
 from passes.fidelity.agree import StepResult
 from passes.graph.graph import OpGraph
 from passes.progress import report_phase

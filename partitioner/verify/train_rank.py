@@ -35,8 +35,8 @@ from partitioner.models.workload import Workload
 from partitioner.record.data import PlanData
 from partitioner.verify.copies import workload_copy
 from partitioner.verify.subject import trace_of
-from passes.evaluate.dropout import without_dropout
-from passes.evaluate.float64 import float64_by_default, in_float64
+from passes.copies.dropout import without_dropout
+from passes.copies.float64 import float64_by_default, in_float64
 from passes.fidelity.agree import StepResult
 from passes.graph.graph import OpGraph
 from passes.graph.recomputed import draws_random_numbers

@@ -50,8 +50,8 @@ from partitioner.verify.report import VerifyReport
 from partitioner.verify.rounding import DRAWS, allowed_by_rounding, own_types, rounding_only, spacing
 from partitioner.verify.samples import FailsInFloat64Error, on_samples, refuse_no_numbers
 from partitioner.verify.subject import mesh_of_all, notes_on, trace_of, workload_to_verify
-from passes.evaluate.dropout import random_ops, without_dropout
-from passes.evaluate.float64 import in_float64
+from passes.copies.dropout import random_ops, without_dropout
+from passes.copies.float64 import in_float64
 from passes.fidelity.agree import ComparedQuantity, StepResult
 from passes.graph.graph import OpGraph
 from passes.lower.placed_graph import PlacedGraph

@@ -35,8 +35,8 @@ from torch.utils._pytree import tree_leaves
 
 from cost_models.errors import ModelError, PartitionerError
 from cost_models.units import format_seconds
-from passes.evaluate.dropout import random_ops, without_dropout
-from passes.evaluate.float64 import in_float64, wide
+from passes.copies.dropout import random_ops, without_dropout
+from passes.copies.float64 import in_float64, wide
 from passes.fidelity.agree import TOLERANCES, StepResult, difference, tolerance
 from passes.fidelity.example import another_batch, has_example, subject_of
 from passes.fidelity.lines import (

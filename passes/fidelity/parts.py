@@ -19,8 +19,8 @@ from pathlib import Path
 
 from cost_models.errors import ModelError
 from cost_models.units import listed
-from passes.evaluate.dropout import random_ops, without_dropout
-from passes.evaluate.float64 import code_in_float64, in_float64, wide
+from passes.copies.dropout import random_ops, without_dropout
+from passes.copies.float64 import code_in_float64, in_float64, wide
 from passes.fidelity.agree import TOLERANCE, StepResult, difference
 from passes.fidelity.steps import EagerSubject, cut, eager_step, graph_step
 from passes.graph.graph import OpGraph

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from cost_models.precision import Precision
-from passes.evaluate.dropout import DropoutOff
-from passes.evaluate.float64 import code_in_float64, wide, widen_module
+from passes.copies.dropout import DropoutOff
+from passes.copies.float64 import code_in_float64, wide, widen_module
 from passes.fidelity.agree import StepResult
 from passes.graph.graph import OpGraph
 from passes.trace.export import LossFunction, ModelWithLoss, writes_for_assignments

@@ -15,8 +15,8 @@ from torch import Tensor
 from cost_models.cluster import ClusterSpec
 from cost_models.layout import Shard
 from cost_models.precision import ParameterPrecision, Precision
+from passes.copies.float64 import float64_by_default
 from passes.costs.costs import costs_of
-from passes.evaluate.float64 import float64_by_default
 from passes.graph.blocks import block_of
 from passes.graph.graph import OpGraph
 from passes.lower.candidate import Candidate

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from cost_models.cluster import ClusterSpec
 from partitioner import Plan, partition
 from partitioner.record.rebuild import plan_code, plan_programs, plan_segments
+from passes.copies.float64 import float64_by_default
 from passes.costs.costs import costs_of
-from passes.evaluate.float64 import float64_by_default
 from passes.graph.blocks import regions_of
 from passes.graph.graph import OpGraph
 from passes.lower.job import Job

@@ -24,7 +24,7 @@ import torch.distributed as dist
 
 from cost_models.errors import RankFailureError
 from cost_models.layout import Shard
-from passes.evaluate.float64 import float64_by_default
+from passes.copies.float64 import float64_by_default
 from runtime.mesh.axis import Axis
 from runtime.ranks.launch import WorkerPool
 from runtime.segment import recompute

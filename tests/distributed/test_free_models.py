@@ -24,7 +24,7 @@ from partitioner.models.as_graph import as_graph
 from partitioner.models.workload import Workload
 from partitioner.record.rebuild import plan_code
 from partitioner.verify.copies import workload_copy
-from passes.evaluate.float64 import float64_by_default
+from passes.copies.float64 import float64_by_default
 from passes.graph.graph import OpGraph
 from runtime.program.program import Forward
 from runtime.ranks.launch import WorkerPool

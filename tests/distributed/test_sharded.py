@@ -17,8 +17,8 @@ from cost_models.cluster import ClusterSpec
 from cost_models.errors import InternalError
 from cost_models.layout import Mesh, Shard
 from cost_models.precision import ParameterPrecision, Precision
+from passes.copies.float64 import float64_by_default
 from passes.costs.costs import costs_of
-from passes.evaluate.float64 import float64_by_default
 from passes.graph.graph import OpGraph
 from passes.graph.verify import verify_graph
 from passes.lower.job import Job

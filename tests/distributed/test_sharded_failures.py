@@ -12,7 +12,7 @@ import torch.distributed as dist
 from cost_models.errors import RankFailureError
 from cost_models.layout import Mesh
 from cost_models.precision import Precision
-from passes.evaluate.float64 import float64_by_default
+from passes.copies.float64 import float64_by_default
 from runtime.execute.context import RankProgram
 from runtime.execute.execute import Executor
 from runtime.ranks.launch import WorkerError, WorkerPool

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from cost_models.cluster import ClusterSpec
 from partitioner import Plan, Workload, partition
 from partitioner.models.as_graph import as_graph
-from passes.evaluate.float64 import float64_by_default
+from passes.copies.float64 import float64_by_default
 from runtime.ranks.launch import WorkerPool
 from tests.distributed.test_odd_models import random_pins
 from tests.support.matrix import thinned

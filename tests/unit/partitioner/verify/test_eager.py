@@ -17,7 +17,7 @@ from partitioner.verify.eager import (
     written_once,
 )
 from partitioner.verify.grow_batch import grow_batch, ignore_unevenly
-from passes.evaluate.copied_module import copied_module
+from passes.copies.copied_module import copied_module
 from passes.fidelity.agree import StepResult
 from passes.graph.graph import OpGraph
 from passes.trace.batch import flatten_batch

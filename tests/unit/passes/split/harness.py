@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from passes.evaluate.float64 import in_float64, widen_module
+from passes.copies.float64 import in_float64, widen_module
 from passes.graph.graph import OpGraph
 from passes.graph.verify import verify_graph
 from passes.split.split import Split, split_neurons

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from cost_models.errors import ModelError, UsageError
 from cost_models.precision import Precision
-from passes.evaluate.float64 import in_float64
+from passes.copies.float64 import in_float64
 from passes.graph.graph import OpGraph
 from passes.graph.verify import verify_graph
 from passes.trace.precision import check_precision, precision_notes

@@ -7,9 +7,8 @@ import torch
 from torch import Tensor, nn
 
 from cost_models.errors import InternalError
-from passes.evaluate.graph import without_writes
-from passes.evaluate.parts import read_parts
-from passes.evaluate.placement import reuse_placement
+from partitioner.evaluation.parts import read_parts
+from partitioner.evaluation.placement import reuse_placement, without_writes
 from passes.graph.graph import OpGraph
 from passes.graph.verify import verify_graph
 from passes.trace.trace import trace

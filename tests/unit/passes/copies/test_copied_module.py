@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from passes.evaluate.copied_module import copied_module
-from passes.evaluate.float64 import widen_module
+from passes.copies.copied_module import copied_module
+from passes.copies.float64 import widen_module
 
 
 class Sharing(nn.Module):

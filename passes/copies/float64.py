@@ -26,7 +26,7 @@ from torch.fx.node import map_aggregate
 from torch.overrides import TorchFunctionMode
 
 from cost_models.precision import Precision
-from passes.evaluate.copied_module import convert_module
+from passes.copies.copied_module import convert_module
 from passes.graph.graph import OpGraph
 from passes.graph.nodes import copy_graph
 from passes.graph.token_counts import TokenCounts

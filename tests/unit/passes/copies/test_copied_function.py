@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from passes.evaluate.copied_module import copied_with
+from passes.copies.copied_module import copied_with
 
 Loss = Callable[[Tensor], Tensor]
 

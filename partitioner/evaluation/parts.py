@@ -2,7 +2,7 @@
 
 Evaluation is a trace of its own, of whole tensors; training may have split its ops into blocks (``passes.split.split``).
 Ops that both do are split alike, so that evaluation reads the parts where they are. They are matched as placements are:
-by module path, kind and count (``passes.evaluate.placement``).
+by module path, kind and count (``partitioner.evaluation.placement``).
 
     training     fc1 split 60/40        parts fc1.weight#0, fc1.weight#1
     evaluation   fc1: the same op       split 60/40 too, its blocks run where training's do
@@ -24,7 +24,7 @@ import torch
 from torch import fx
 
 from cost_models.errors import InternalError, UsageError
-from passes.evaluate.placement import keyed_ops
+from partitioner.evaluation.placement import keyed_ops
 from passes.graph.graph import GraphInput, OpGraph, StateSpec
 from passes.graph.nodes import call, copy_graph, fake_call, fake_mode_of, new_module
 from passes.split.split import Split, split_neurons

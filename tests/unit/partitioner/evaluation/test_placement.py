@@ -7,8 +7,7 @@ from torch import Tensor, nn
 
 from cost_models.cluster import ClusterSpec
 from partitioner.evaluation.placed import inference_programs, inference_segments
-from passes.evaluate.graph import without_writes
-from passes.evaluate.placement import reuse_placement
+from partitioner.evaluation.placement import reuse_placement, without_writes
 from passes.graph.graph import OpGraph
 from passes.graph.recomputed import recomputed_ops
 from passes.graph.verify import verify_graph

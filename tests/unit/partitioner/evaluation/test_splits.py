@@ -5,9 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from passes.evaluate.graph import without_writes
-from passes.evaluate.parts import reuse_splits
-from passes.evaluate.placement import reuse_placement
+from partitioner.evaluation.parts import reuse_splits
+from partitioner.evaluation.placement import reuse_placement, without_writes
 from passes.graph.graph import OpGraph
 from passes.graph.verify import verify_graph
 from passes.split.split import Split, split_neurons

@@ -25,7 +25,7 @@ from torch import fx
 
 from cost_models.conversion import path, volume_share
 from cost_models.layout import Mesh, Placement, Replicate, Shard
-from passes.evaluate.placement import keyed_ops
+from partitioner.evaluation.placement import keyed_ops
 from passes.graph.graph import OpGraph, tensor_specs
 from passes.graph.nodes import argument
 from passes.shard.rules import choices, has_rule, makes_tensors

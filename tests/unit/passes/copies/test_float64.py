@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from partitioner.models.workload import Workload
-from passes.evaluate.copied_module import copied_module
-from passes.evaluate.float64 import Float64, code_in_float64, in_float64, wide, widen_module
+from passes.copies.copied_module import copied_module
+from passes.copies.float64 import Float64, code_in_float64, in_float64, wide, widen_module
 from passes.fidelity.agree import difference
 from passes.fidelity.steps import EagerSubject, eager_step, graph_step
 from passes.graph.verify import verify_graph

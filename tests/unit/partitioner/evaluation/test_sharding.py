@@ -7,10 +7,9 @@ import functools
 import pytest
 
 from cost_models.layout import Mesh, Replicate, Shard
-from passes.evaluate.float64 import float64_by_default
-from passes.evaluate.graph import with_computed_outputs, without_outputs, without_writes
-from passes.evaluate.placement import keyed_ops
-from passes.evaluate.sharding import reuse_sharding
+from partitioner.evaluation.placement import keyed_ops, with_computed_outputs, without_outputs, without_writes
+from partitioner.evaluation.sharding import reuse_sharding
+from passes.copies.float64 import float64_by_default
 from passes.graph.graph import OpGraph
 from passes.graph.verify import verify_graph
 from passes.shard.rules import choices
