@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -60,6 +62,17 @@ def test_the_same_call_gives_the_same_bytes_without_a_search(
     file.write_text("{}")  # no plan: searched for again, and rewritten
     assert run_command([*CALL, "--quiet"]) == 0
     assert len(file.read_bytes()) > len(written) / 2
+
+
+def test_torch_is_not_imported_for_a_stored_plan(folder: Path) -> None:
+    code = (
+        "import sys; from partitioner.cli import run_command\n"
+        "import partitioner.commands.plan as command\n"
+        "command.stored_plan = lambda key: command.StoredPlan('{}', 'a table', command.terminal_width())\n"
+        f"sys.exit(run_command({CALL}) or 10 * ('torch' in sys.modules))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (0, "a table\n"), done.stderr
 
 
 def test_neither_read_nor_written_where_it_is_switched_off(
@@ -121,10 +134,13 @@ def test_everything_a_plan_follows_from_is_in_its_key(
         yield "a letter of it"
         (tmp_path / "other-1.0.dist-info").mkdir()
         yield "the installed packages"
+        monkeypatch.syspath_prepend(str(library))
+        yield "where modules are looked for"
         monkeypatch.setattr(stored_plans.host, "core_count", lambda: 1000)
         yield "the machine"
 
     assert key() == key()
+    assert plan_key("gpt2", arguments) != plan_key("bert", arguments)
     seen = {key()}
     for number, change in enumerate(changes(), 2):
         seen.add(key())
