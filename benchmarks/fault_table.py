@@ -135,8 +135,8 @@ FAULTS: tuple[Fault, ...] = (
           "for place, row in enumerate(rows[r] for r in reversed(places)):", ("zero1",), f"{_SHARDED}[mlp zero 1]|-m|"),
     # Programs and their order
     Fault("order", "a value is sent before it is made", "runtime/program/order.py",
-          "end[sent], sequence[sent], number, target, mb, source, False, position[sent] + 1,",
-          "end[sent], sequence[sent], number, target, mb, source, False, position[sent],",
+          "end[sent], sequence[sent], number, target, mb, source, gradient, position[sent] + 1,",
+          "end[sent], sequence[sent], number, target, mb, source, gradient, position[sent] + gradient,",
           ("stages",), _CHECK),
     Fault("order", "a receive comes after its use", "runtime/program/order.py",
           "slot = max(min(in_time, consumer - ahead), lowest[target])",
