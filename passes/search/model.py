@@ -160,6 +160,17 @@ def _states(graph: OpGraph, index: Mapping[str, int], job: Job) -> tuple[tuple[f
     return tuple(states)
 
 
+def read_state_bytes(graph: OpGraph, job: Job) -> int:
+    """Count parameters that ops read, their gradients and optimizer state: of tied ones once."""
+    read = {given.name for given in graph.inputs if graph.nodes[given.node].users}
+    counts = [
+        (spec.elements, graph.types_of(name, job.precision), name in graph.trained)
+        for name, spec in graph.parameters.items()
+        if name in read
+    ]
+    return state_bytes(counts, job.optimizer).total
+
+
 def smallest_share(batch_size: int, microbatches: int) -> float:
     """Samples of the smallest micro-batch over those of the largest; 1 where they are equal."""
     return (batch_size // microbatches) / -(-batch_size // microbatches)

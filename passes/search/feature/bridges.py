@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -75,7 +76,6 @@ class Bridges:
     _pairs: dict[tuple[int, int], tuple[dict[int, int], dict[int, int], float, float, float, bool]] = field(
         default_factory=dict
     )
-    _sums: dict[tuple[int, int], AxisChange | None] = field(default_factory=dict)
     _seconds: dict[float, FloatArray] = field(default_factory=dict)
     """Seconds of every kind of step for a value of so many bytes."""
     _tables: dict[object, BridgeTable] = field(default_factory=dict)
@@ -119,9 +119,7 @@ class Bridges:
             if all(not own.partial_gradient for own in needs_of(need, len(self.shape))):
                 continue
             for row, source in enumerate(sources):
-                if (source, need) not in self._sums:
-                    self._sums[source, need] = last_sum_of(source, need, self.shape)
-                step = self._sums[source, need]
+                step = last_sum_of(source, need, self.shape)
                 if step is not None:
                     found[row, column] = self.links[step.axis].seconds(step.kind, step.share * size_bytes)
         return found
@@ -181,6 +179,7 @@ class Bridges:
         return counts
 
 
+@cache
 def bridge_steps(source: int, need: int, shape: tuple[int, ...]) -> tuple[Steps, Steps, bool]:
     """(forward, backward, allowed) of a pair of codes.
 
@@ -195,6 +194,7 @@ def bridge_steps(source: int, need: int, shape: tuple[int, ...]) -> tuple[Steps,
     return there, back, allowed
 
 
+@cache
 def last_sum_of(source: int, need: int, shape: tuple[int, ...]) -> AxisChange | None:
     """Return the step of a pair of codes that ``passes.shard.bridges.last_sum`` tells of."""
     later = tuple(d == DEFERRED for d in digits(source, len(shape)))

@@ -17,6 +17,14 @@ from passes.search.feature.setting import Setting
 from passes.search.infeasible import held_whole
 
 
+def least_saved_bytes(space: FeatureGraph, ranks: int, samples: int) -> float:
+    """Bytes that autograd saves of a micro-batch on one rank at least: nothing is split into more than all ranks."""
+    costs = space.costs.exact(samples)
+    sizes = costs.storage_bytes(samples)
+    stored = space.again.storages(samples)
+    return sum(sizes[name] for name in stored if costs.ops[costs.maker[name]] in space.unit_of) / ranks
+
+
 def does_not_fit(
     space: FeatureGraph, setting: Setting, least_bytes: float, most_microbatches: int
 ) -> InfeasibleError:

@@ -33,15 +33,11 @@ from passes.search.feature.bound import price, wire_tables
 from passes.search.feature.bridges import Bridges
 from passes.search.feature.evaluate import FeatureCost, evaluate
 from passes.search.feature.graph import FeatureGraph, Unit, space_of
-from passes.search.feature.infeasible import does_not_fit, equal_counts
+from passes.search.feature.infeasible import does_not_fit, equal_counts, least_saved_bytes
 from passes.search.feature.meshes import meshes
 from passes.search.feature.options import UnitNumbers
 from passes.search.feature.pins import Pin, broken, resolve, restricted
-from passes.search.feature.problem import (
-    FeatureProblem,
-    build_problem,
-    least_saved_bytes,
-)
+from passes.search.feature.problem import FeatureProblem, build_problem, split_seconds
 from passes.search.feature.result import SolvedPart, assemble, origins_of
 from passes.search.feature.setting import PartPlace, Setting
 from passes.search.feature.solve import ProblemSearch, Solved
@@ -296,6 +292,10 @@ class _MeshSearch:
             self.least_bytes = min(self.least_bytes, least)
             self.tried.append(MeshTried(shape, count, "infeasible", math.inf, math.inf, 0.0))
             self._more_microbatches(trial, trial.floor_seconds)
+            return
+        floor = 0.0 if self.cheaper_in_pieces else split_seconds(self.space, self.setting, shape, count)
+        if floor >= self.known_seconds:
+            self.tried.append(MeshTried(shape, count, "bounded", math.inf, floor, 0.0))
             return
         problem = build_problem(
             self.space,

@@ -139,10 +139,12 @@ def build_problem(
     setting: Setting,
     bridges: Bridges | None = None,
     restrict: Restriction | None = None,
+    *,
+    ops_cost: bool = True,
 ) -> FeatureProblem:
     """All numbers of one mesh and micro-batch count; ``bridges``: this mesh's, where other counts have made them.
 
-    ``restrict``: leaves a unit the options that its pin allows.
+    ``restrict``: leaves a unit the options that its pin allows. ``ops_cost``: False where only parameters are asked about.
     """
     samples = setting.job.batch_size // microbatches
     symbols = {**space.graph.example_sizes, space.graph.batch.batch_symbol: samples}
@@ -160,7 +162,7 @@ def build_problem(
         setting.devices,
         contention,
     )
-    units = _Builder(empty, setting, restrict).units()
+    units = _Builder(empty, setting, restrict, ops_cost).units()
     floor_bytes = max((float(unit.working_bytes.min(initial=math.inf)) for unit in units), default=0.0)
     if not math.isfinite(floor_bytes):  # a pin leaves a unit no option
         floor_bytes = 0.0
@@ -170,12 +172,22 @@ def build_problem(
     )
 
 
-def least_saved_bytes(space: FeatureGraph, ranks: int, samples: int) -> float:
-    """Bytes that autograd saves of a micro-batch on one rank at least: nothing is split into more than all ranks."""
-    costs = space.costs.exact(samples)
-    sizes = costs.storage_bytes(samples)
-    stored = space.again.storages(samples)
-    return sum(sizes[name] for name in stored if costs.ops[costs.maker[name]] in space.unit_of) / ranks
+def split_seconds(space: FeatureGraph, setting: Setting, shape: Sequence[int], microbatches: int) -> float:
+    """Lower bound on shardings on a mesh: of each op the least share that its dimensions leave to a rank.
+
+    Neither 256 samples nor 32 heads nor 4,096 channels are divided by 7: on a mesh (7, 8), seven ranks do the same.
+    """
+    graph, batch_size = space.graph, setting.job.batch_size
+    each = [space.costs.seconds(batch_size, device) for device in setting.devices]
+    work = np.minimum.reduce([own.forward + own.backward_input + own.backward_weight for own in each])
+    batch = graph.batch.batch_symbol
+    symbols, total = {**graph.example_sizes, batch: batch_size // microbatches}, 0.0
+    for unit in space.units:
+        if unit.kind == "op":
+            shares = options_of(unit, unit.choices, shape, symbols, batch).work_share
+            ops = [space.op_index[name] for name in unit.members]
+            total += float(work[ops].sum() * shares.min(initial=1.0))
+    return total
 
 
 @dataclass(frozen=True, eq=False)
@@ -185,12 +197,14 @@ class _Builder:
     problem: FeatureProblem
     setting: Setting
     restrict: Restriction | None
+    ops_cost: bool
 
     def units(self) -> tuple[UnitNumbers, ...]:
         ops = [unit for unit in self.problem.space.units if unit.kind == "op"]
         options = {u.index: self.problem.options_of(u, u.choices) for u in ops}
-        seconds = self._op_seconds(ops, options)
-        saved = self._saved_bytes(ops, options)
+        nothing = {index: np.zeros(o.count) for index, o in options.items()}
+        seconds = self._op_seconds(ops, options) if self.ops_cost else nothing
+        saved = self._saved_bytes(ops, options) if self.ops_cost else nothing
         found = []
         for unit in self.problem.space.units:
             if unit.kind == "op":
@@ -198,7 +212,7 @@ class _Builder:
                 own = UnitNumbers(
                     seconds[unit.index],
                     saved[unit.index],
-                    self._working_bytes(unit, o),
+                    self._working_bytes(unit, o) if self.ops_cost else nothing[unit.index],
                     o.inputs,
                     o.outputs,
                     o,

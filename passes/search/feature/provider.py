@@ -24,6 +24,7 @@ from passes.search.certificate import BoundTerm, PipelineTerms, StageTerms
 from passes.search.feature.place import OBJECTIVE, FeatureRequest, FeatureResult, MeshSurvey, survey_meshes
 from passes.search.feature.tuning import TUNING
 from passes.search.judge import Judge
+from passes.search.model import read_state_bytes
 from passes.search.outcome import MeshTried, ShardingDetails
 from passes.search.provider import Judged, Proposal, Proved, Valued
 from passes.search.words import RecomputeMode
@@ -96,6 +97,8 @@ class MeshProvider:
         """
         cluster, request = self.judge.cluster, self.request
         if request.pins or request.mesh is not None or cluster.world_size == 1:
+            return []
+        if read_state_bytes(self.judge.graph, request.job) > self._smallest_bytes:  # each holds all of it
             return []
         other = replace(request, pins={"*": "data"}, mesh=(cluster.world_size,))
         alone = MeshProvider(self.judge, other, self.discovery)

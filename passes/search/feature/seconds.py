@@ -226,13 +226,14 @@ def traffic_of_parts(
     trained, samples = trained_operands(graph, node), symbols[graph.batch.batch_symbol]
     found = ByteShares(*(np.zeros(len(parts)) for _ in ByteShares._fields))
     whole = [[spec.size_bytes(symbols) for spec in side] for side in specs]
-    for count in np.unique(parts).tolist():
-        chosen, own = parts == count, {**symbols, graph.batch.batch_symbol: samples // count}
-        local = [[spec.size_bytes(own) for spec in side] for side in specs]
-        of_local = [
-            share[chosen] * [size / max(part, 1) for size, part in zip(sizes, own_sizes, strict=True)]
-            for share, sizes, own_sizes in zip(shares, whole, local, strict=True)
-        ]
+    for count in set(parts.tolist()):
+        chosen = parts == count
+        local, of_local = whole, [share[chosen] for share in shares]
+        if count > 1:
+            own = {**symbols, graph.batch.batch_symbol: samples // count}
+            local = [[spec.size_bytes(own) for spec in side] for side in specs]
+            for share, sizes, own_sizes in zip(of_local, whole, local, strict=True):
+                share *= [size / max(part, 1) for size, part in zip(sizes, own_sizes, strict=True)]
         read, made = local
         part = byte_shares(node.target, read, made, of_local[0], of_local[1], trained)
         for into, each in zip(found, part, strict=True):

@@ -15,13 +15,13 @@ from functools import cached_property
 
 import numpy as np
 
-from cost_models.memory import state_bytes
 from passes.lower.job import Job
 from passes.search.hybrid.options import GroupOption
 from passes.search.hybrid.pools import Run
 from passes.search.hybrid.recipes.eliminate import TooWideError
 from passes.search.hybrid.recipes.pieces import GroupKind, PieceSearch, Prices
 from passes.search.hybrid.recipes.ranges import whole_seconds
+from passes.search.model import read_state_bytes
 
 MANY = 1 << 40
 """Micro-batches of a step in which what happens once does not count: not in the last digits that tests compare."""
@@ -106,16 +106,7 @@ class Floors:
     @cached_property
     def _state_bytes(self) -> int:
         """Bytes of parameters, gradients and optimizer state: of tied ones once, in parts or whole."""
-        graph = self.search.pieces.graph
-        read = {
-            given.name for given in graph.inputs if graph.nodes[given.node].users
-        }  # no others are in a piece
-        counts = [
-            (spec.elements, graph.types_of(name, self.job.precision), name in graph.trained)
-            for name, spec in graph.parameters.items()
-            if name in read
-        ]
-        return state_bytes(counts, self.job.optimizer).total
+        return read_state_bytes(self.search.pieces.graph, self.job)
 
     def _work_on(self, ranks: tuple[int, ...]) -> float:
         """Seconds of the whole batch, as one of many micro-batches of its size."""

@@ -88,9 +88,10 @@ def _mixes(staged: Staged[Composed]) -> list[Mixes]:
 def _in_rooms(staged: Staged[Composed], rooms: Sequence[float], cutoff_seconds: float) -> SolvedOption | None:
     """Find the best pipeline below the cutoff. ``rooms``: bytes of each stage, from the end."""
     option, m = staged.option, staged.option.microbatches
+    most = cutoff_seconds / (option.fill + staged.weight)  # of one stage, which is no longer than all of them
 
     def of_stage(table: Mixes, room: float) -> tuple[Mixes, Fastest]:
-        return table, table.fastest(room)
+        return table, table.fastest(room, most)
 
     ways = staged.each(
         rooms,

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
-from cost_models.arrays import FloatArray
+from cost_models.arrays import FloatArray, IntArray
 from passes.search.hybrid.options import GroupOption
 from passes.search.words import RecomputeMode
 
@@ -15,6 +15,10 @@ T = TypeVar("T")
 
 class RangeTable(Protocol):
     """Ranges of pieces, and what they cost at least: ``Composed``, or a ``Cover`` of it."""
+
+    @property
+    def number(self) -> IntArray:
+        """[first piece, last + 1] which of the unlike ranges it is; -1: none."""
 
     def plane(self, seconds: FloatArray) -> FloatArray:
         """[first piece, last + 1] seconds of each range; infinite where there is none."""

@@ -17,8 +17,11 @@ import math
 from bisect import bisect_left
 from collections.abc import Sequence
 from functools import cached_property
+from typing import TypeVar
 
 import numpy as np
+from numpy.lib.stride_tricks import sliding_window_view
+from numpy.typing import NDArray
 
 from cost_models.arrays import FloatArray, IntArray
 from passes.search.hybrid.recipes.composed import SCALE
@@ -47,6 +50,7 @@ LADDER = (
 """Prices that are tried: those of the tables, one between two of them, and higher ones, at which only memory counts."""
 PRICED = LADDER.index(SCALE[-1])
 """The last of them up to which the cost of the cheapest ways is known."""
+Entry = TypeVar("Entry", bound=np.generic)
 Scales = tuple[int, ...]
 """Per group, the number of its price in ``LADDER``."""
 CLOSE = 1e-3
@@ -63,7 +67,9 @@ class Together:
         pieces = len(self.links[0]) - 1
         self._joints = [self.option.joints(k, pieces) for k in range(self.option.stages)]
         self._at = (0, 0)
-        self._planes: dict[tuple[int, int, int], FloatArray] = {}
+        self._longest = pieces
+        """The most pieces of a stage that is short enough."""
+        self._bands: dict[tuple[int, int, int], FloatArray] = {}
         self._short: dict[int, tuple[IntArray, FloatArray]] = {}
 
     def quick_seconds(self) -> float:
@@ -108,8 +114,9 @@ class Together:
 
     def least(self, most_seconds: float, alone: Sequence[FloatArray] = ()) -> float:
         """Return what the stages and cuts of a pipeline add up to at least, none longer than ``most_seconds``."""
-        self._planes.clear()
+        self._bands.clear()
         self._short.clear()
+        self._longest = self._longest_of(most_seconds)
         top = PRICED if math.isinf(most_seconds) else len(LADDER) - 1
         cuts = [link[end] for link, (_, end) in zip(self.links, self._joints, strict=True)]
         links = [np.where(link <= most_seconds, link, np.inf) for link in cuts]
@@ -162,28 +169,43 @@ class Together:
     ) -> list[float]:
         """Return for each of several prices of the groups the least sum over cuts. ``links``: seconds of those at each
         stage's ends."""
-        rest = np.full((len(every), len(links[0])), np.inf)
-        rest[:, -1] = 0.0
-        for k, (group, (begin, end)) in enumerate(zip(self.groups, self._joints, strict=True)):
+        joints, longest = len(links[0]), self._longest
+        padded = np.full((len(every), joints + longest), np.inf)
+        padded[:, joints - 1] = 0.0
+        rest = padded[:, :joints]
+        ends = sliding_window_view(padded, longest, axis=1)[:, :joints]
+        """[prices, where a stage begins, its pieces] seconds from its end on."""
+        for k, (group, (begin, _)) in enumerate(zip(self.groups, self._joints, strict=True)):
             if k:
-                rest = rest + links[k]
+                rest += links[k]
             number: dict[int, int] = {}
             at = [number.setdefault(scales[group], len(number)) for scales in every]
-            planes = [self._plane(k, scale, most_seconds, alone)[begin, end] for scale in number]
-            own = planes[0] if len(planes) == 1 else np.stack(planes)[at]
-            rest = (own + rest[:, None, :]).min(axis=-1)
+            bands = [self._band(k, scale, most_seconds, alone)[begin] for scale in number]
+            own = bands[0] if len(bands) == 1 else np.stack(bands)[at]
+            rest[:] = (own + ends).min(axis=-1)
         return [float(total) for total in rest[:, 0]]
 
-    def _plane(self, stage: int, scale: int, most_seconds: float, alone: Sequence[FloatArray]) -> FloatArray:
-        """[first piece, last + 1] the cost of a stage at one price."""
+    def _longest_of(self, most_seconds: float) -> int:
+        """Return the most pieces of a range that has a way of at most ``most_seconds``; 1 where there is none."""
+        unlike = {id(priced): (table, priced) for table, priced in zip(self.tables, self.priced, strict=True)}
+        longest = 1
+        for table, priced in unlike.values():
+            short = np.append((priced[..., 0] <= most_seconds).any(axis=1), False)
+            first, end = np.nonzero(short[table.number])
+            longest = max(longest, int((end - first).max(initial=1)))
+        return longest
+
+    def _band(self, stage: int, scale: int, most_seconds: float, alone: Sequence[FloatArray]) -> FloatArray:
+        """[first piece, pieces - 1] the cost of a stage at one price; infinite beyond the longest of them."""
         priced = self.priced[stage]
         key = id(priced), scale, id(alone[stage]) if alone else 0
-        if key not in self._planes:
-            plane = self.tables[stage].plane(self._cheapest(priced, scale, most_seconds))
+        if key not in self._bands:
+            cost = np.append(self._cheapest(priced, scale, most_seconds), np.inf)
+            band = cost[_band_of(self.tables[stage].number, self._longest, -1)]
             if alone:
-                plane = np.where(alone[stage] <= most_seconds, plane, np.inf)
-            self._planes[key] = plane
-        return self._planes[key]
+                band = np.where(_band_of(alone[stage], self._longest, np.inf) <= most_seconds, band, np.inf)
+            self._bands[key] = band
+        return self._bands[key]
 
     def _cheapest(self, priced: FloatArray, scale: int, most_seconds: float) -> FloatArray:
         """[unlike ranges] seconds and what memory costs at least, of ways of at most ``most_seconds``."""
@@ -210,3 +232,12 @@ class Together:
             cost = dear if scale > PRICED else np.maximum(cost, dear)
         found[rows] = cost.min(axis=1)
         return found
+
+
+def _band_of(plane: NDArray[Entry], longest: int, beyond: float) -> NDArray[Entry]:
+    """[first piece, pieces - 1] from [first piece, last + 1], of ranges of up to ``longest`` pieces."""
+    padded = np.full((len(plane), len(plane) + longest), beyond, dtype=plane.dtype)
+    padded[:, : len(plane)] = plane
+    first = np.arange(len(plane))[:, None]
+    band: NDArray[Entry] = padded[first, first + np.arange(1, longest + 1)]
+    return band

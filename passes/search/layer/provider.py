@@ -60,24 +60,31 @@ class LayerProvider:
         return prepare(judge.graph, judge.costs, judge.cluster, self.request)
 
     @cached_property
-    def _floor_seconds(self) -> float:
-        """Lower bound on pipelines of single devices: no more of them work than there are places to cut."""
+    def _work_seconds(self) -> float:
+        """Lower bound on the whole step on one device."""
         if may_cost_less(self.judge.graph, self.request.microbatches):
             return 0.0
-        costs, devices = self.judge.costs, {d.speed_alone: d for d in self.judge.cluster.devices}.values()
-        work = costs.least_work_seconds(self.request.job.batch_size, devices)
-        return work / min(self.judge.cluster.world_size, TUNING.most_intervals, len(costs.ops))
+        devices = {d.speed_alone: d for d in self.judge.cluster.devices}.values()
+        return self.judge.costs.least_work_seconds(self.request.job.batch_size, devices)
+
+    @property
+    def _floor_seconds(self) -> float:
+        """Lower bound on pipelines of single devices: no more of them work than there are places to cut."""
+        places = min(self.judge.cluster.world_size, TUNING.most_intervals, len(self.judge.costs.ops))
+        return self._work_seconds / places
 
     def proposals(
         self, known_seconds: float, room: float, deadline: float
     ) -> Sequence[Proposal[SolvedSplit]]:
         """Return the splits that are worth a simulation; see ``Provider``."""
-        if math.isfinite(known_seconds) and self._floor_seconds > known_seconds * self.slack:
+        cutoff = known_seconds * self.slack
+        if math.isfinite(cutoff) and self._floor_seconds > cutoff:
             return []
         results = self.search.solve(deadline, room, known_seconds)
         self._results.append(results)
         ranked = _ranked(results, self.request.simulations)
-        if not any(len(solved.ranks) == 1 for solved in ranked):
+        alone = any(len(solved.ranks) == 1 for solved in ranked)
+        if not alone and (math.isinf(cutoff) or self._work_seconds <= cutoff):
             ranked += self._on_one_device(room, deadline)
         return [self._proposal(solved) for solved in ranked]
 

@@ -48,8 +48,8 @@ class Kept:
 def kept(search: PieceSearch, kind: int, group: GroupKind, job: Job, samples: int) -> Kept:
     """List the ways for a class of pieces on a group. ``samples``: of a micro-batch, which has no part in them."""
     alone = GroupKind(group.ranks[:: group.tensor], group.replicas, 1)
-    problem = search.problem(kind, alone, replace(job, batch_size=samples), 1)
-    used = _use_seconds(problem)
+    problem = search.problem(kind, alone, replace(job, batch_size=samples), 1, ops_cost=False)
+    used = used_seconds(problem)
     own = [u for u, unit in enumerate(problem.space.units) if unit.kind == "parameter"]
     numbers = [problem.units[u] for u in own]
     ends = np.cumsum([len(each.seconds) for each in numbers], dtype=np.int64)
@@ -65,7 +65,7 @@ def kept(search: PieceSearch, kind: int, group: GroupKind, job: Job, samples: in
     )
 
 
-def _use_seconds(problem: FeatureProblem) -> dict[int, FloatArray]:
+def used_seconds(problem: FeatureProblem) -> dict[int, FloatArray]:
     """[ways] of each parameter, the least seconds in which its readers get it."""
     found = {u: np.zeros(len(own.seconds)) for u, own in enumerate(problem.units)}
     for w, wire in enumerate(problem.space.wires):

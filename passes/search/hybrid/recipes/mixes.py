@@ -76,22 +76,32 @@ class Mixes:
         rest, first = (self.ways[int(each[number])] for each in (fastest.rest, fastest.first))
         return Mix(*rest, *first, int(fastest.count[number]))
 
-    def fastest(self, room_bytes: float) -> Fastest:
-        """Find the fastest ways that fit: as few blocks as must are the leaner recipe's."""
-        at, blocks = np.arange(len(self.seconds)), np.maximum(self.blocks[:, None], 1.0)
-        fits = self._alone <= room_bytes * (1 + ROUNDING)
-        best = np.where(fits, self.seconds, np.inf)
+    def fastest(self, room_bytes: float, most_seconds: float = np.inf) -> Fastest:
+        """Find the fastest ways that fit, of ranges that may take at most ``most_seconds``: as few blocks as must are the
+        leaner recipe's."""
+        short = np.flatnonzero(self.seconds.min(axis=1, initial=np.inf) <= most_seconds)
+        own = self._fastest_of(short, room_bytes)
+        found = Fastest(np.full(len(self.seconds), np.inf), *np.zeros((3, len(self.seconds)), dtype=np.int64))
+        for every, each in zip(vars(found).values(), vars(own).values(), strict=True):
+            every[short] = each
+        return found
+
+    def _fastest_of(self, rows: NDArray[np.intp], room_bytes: float) -> Fastest:
+        seconds, needed, alone = self.seconds[rows], self.needed[rows], self._alone[rows]
+        at, whole = np.arange(len(rows)), self.blocks[rows, None]
+        blocks, extra = np.maximum(whole, 1.0), self.extra[rows, None] * (whole > 0)
+        best = np.where(alone <= room_bytes * (1 + ROUNDING), seconds, np.inf)
         rest = best.argmin(axis=1)
         found, first, count = best[at, rest], rest.copy(), np.zeros(len(best), dtype=np.int64)
         for w in range(len(self.ways)):
-            frees = (self.needed - self.needed[:, w : w + 1]) / blocks
-            slower = (self.seconds[:, w : w + 1] - self.seconds) / blocks
-            short = self.needed + self._extra_beside(w) - room_bytes
+            frees = (needed - needed[:, w : w + 1]) / blocks
+            slower = (seconds[:, w : w + 1] - seconds) / blocks
+            short = needed + extra * (self._again | self._again[w]) - room_bytes
             with np.errstate(divide="ignore", invalid="ignore"):
                 must = np.where(frees > 0, np.maximum(np.ceil(short / frees * (1 - ROUNDING)), 1.0), np.inf)
-            may = must < self.blocks[:, None]
+            may = must < whole
             must = np.where(may, must, 0.0)
-            mixed = np.where(may, self.seconds + slower * must, np.inf)
+            mixed = np.where(may, seconds + slower * must, np.inf)
             own = mixed.argmin(axis=1)
             better = mixed[at, own] < found
             found = np.where(better, mixed[at, own], found)
@@ -135,11 +145,5 @@ class Mixes:
     @cached_property
     def _alone(self) -> FloatArray:
         """[unlike ranges, ways] bytes of one recipe for all pieces."""
-        found: FloatArray = self.needed + self._extra_beside(None)
-        return found
-
-    def _extra_beside(self, first: int | None) -> FloatArray:
-        """[unlike ranges, ways] bytes made anew, where the first blocks have a recipe of their own or none."""
-        again = self._again if first is None else self._again | self._again[first]
-        found: FloatArray = self.extra[:, None] * (again & (self.blocks[:, None] > 0))
-        return found
+        extra: FloatArray = self.extra[:, None] * (self._again & (self.blocks[:, None] > 0))
+        return self.needed + extra

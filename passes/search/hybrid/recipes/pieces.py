@@ -135,9 +135,17 @@ class PieceSearch:
         return self._costs[kind]
 
     def problem(
-        self, kind: int, group: GroupKind, job: Job, microbatches: int, *, again: bool = False
+        self,
+        kind: int,
+        group: GroupKind,
+        job: Job,
+        microbatches: int,
+        *,
+        again: bool = False,
+        ops_cost: bool = True,
     ) -> FeatureProblem:
-        """Make the feature-wise problem of a class of pieces. ``again``: its ops run again in backward."""
+        """Make the feature-wise problem of a class of pieces. ``again``: its ops run again in backward; ``ops_cost``: False
+        where only parameters are asked about."""
         space, pins = self._space(kind, group, again=again)
         names = tuple(name for name, _ in group.axes)
         part = PartPlace(group.ranks, names, shared=self.shared.intersection(space.graph.parameters))
@@ -153,7 +161,8 @@ class PieceSearch:
                 numbers = self._whole_on_replicas(unit, numbers)
             return self._at_joints(kind, group, unit, numbers)
 
-        return build_problem(space, group.mesh, microbatches, setting, self._bridges[group], restrict)
+        bridges = self._bridges[group]
+        return build_problem(space, group.mesh, microbatches, setting, bridges, restrict, ops_cost=ops_cost)
 
     @phase("recipes")
     def recipes(

@@ -28,6 +28,7 @@ from passes.search.feature.place import (
     place_features,
     survey_meshes,
 )
+from passes.search.feature.problem import split_seconds
 from passes.search.feature.setting import Setting
 from passes.shard.rules import choices
 from passes.shard.words import operands
@@ -63,6 +64,18 @@ def graph_of(name: str) -> OpGraph:
 def place(name: str, machine: ClusterSpec, batch_size: int, **fixed: Any) -> FeatureResult:
     graph = graph_of(name)
     return place_features(graph, costs_of(graph, machine), machine, FeatureRequest(Job(batch_size), **fixed))
+
+
+@pytest.mark.parametrize(("ranks", "batch_size"), [(4, 8), (6, 8), (7, 8), (7, 14)])
+def test_no_sharding_is_below_what_dimensions_split(ranks: int, batch_size: int) -> None:
+    machine = cluster(ranks, 1e15)
+    found = place("gpt2", machine, batch_size)
+    setting, mesh = Setting(machine, Job(batch_size)), found.placement.mesh
+    floor = split_seconds(found.problem.space, setting, mesh.shape, found.placement.microbatches)
+    whole = found.problem.space.costs.least_work_seconds(batch_size, setting.devices)
+    assert whole / ranks * (1 - 1e-9) <= floor <= found.cost.seconds * (1 + 1e-9)
+    if (ranks, batch_size) == (7, 8):  # nothing but some sizes of heads is split by 7
+        assert floor > whole / 2
 
 
 class Uneven(nn.Module):

@@ -35,7 +35,8 @@ def bounded(chunks: int, link: float, longer: float = 0.0) -> tuple[Together, Pi
     option = GroupOption((Run(Pool(tuple(range(0, 2 * 2, 2)), 2, 0), 2, 1, 2),), 2, 8, schedule, chunks)
     links = [np.full(PIECES + 1, link if k else 0.0) for k in range(option.stages)]
     lengths = np.arange(1.0, PIECES + 1)
-    table = cast(Any, SimpleNamespace(plane=plane))
+    number = np.where(np.isfinite(plane(lengths)), plane(lengths) - 1, -1).astype(np.int64)
+    table = cast(Any, SimpleNamespace(plane=plane, number=number))
     priced = lengths[:, None] + np.minimum(np.array(SCALE) * 1e3, longer)
     staged = Staged(option, [table] * option.stages, links, [1.0, 1.0], "none")
     together = Together(staged, [priced[:, None]] * option.stages)

@@ -58,6 +58,18 @@ def test_ranges_of_few_pieces_are_bounded_as_all_are() -> None:
     assert np.isinf(np.delete(few, short)).all()
 
 
+def test_ranges_that_are_too_long_are_left_out() -> None:
+    own = table("gpt2")
+    for room in rooms(own):
+        every = own.mixes(4, 4).fastest(room)
+        most = float(np.median(every.seconds[np.isfinite(every.seconds)]))
+        some = own.mixes(4, 4).fastest(room, most)
+        short = every.seconds <= most
+        for name in ("seconds", "rest", "first", "count"):
+            np.testing.assert_array_equal(getattr(some, name)[short], getattr(every, name)[short])
+        assert (some.seconds[~short] > most).all()
+
+
 def test_more_room_is_never_slower_and_less_of_it_computes_more_again() -> None:
     own = table("gpt2")
     mixes = own.mixes(4, 4)

@@ -12,7 +12,7 @@ from cost_models.cluster import ClusterSpec
 from passes.lower.job import Job
 from passes.search.hybrid.floors import MANY
 from passes.search.hybrid.recipes.joints import pieces_of
-from passes.search.hybrid.recipes.kept import kept
+from passes.search.hybrid.recipes.kept import kept, used_seconds
 from passes.search.hybrid.recipes.pieces import GroupKind, PieceSearch, Prices
 
 PRICES = np.array([0.0, 1e-14, 1e-12, 1e-10, 1e-8])
@@ -45,6 +45,20 @@ def test_dearer_memory_brings_parts() -> None:
     slope = np.diff(ways.least(4, PRICES)) / np.diff(PRICES)  # bytes of the cheapest ways
     assert (np.diff(slope) <= slope[:-1] * 1e-9).all()
     assert slope[-1] < slope[0] / 3
+
+
+def test_parameters_cost_the_same_whatever_ops_do() -> None:
+    search = PieceSearch(pieces_of(load("t5")[1]), ClusterSpec.parse("dgx-h100:1"), frozenset())
+    kind = len(search.pieces.first) - 1
+    every, alone = (
+        search.problem(kind, GroupKind((0, 1, 2, 3), 4, 1), Job(64), 4, ops_cost=whole)
+        for whole in (True, False)
+    )
+    assert sum(own.seconds.sum() for own in every.units) > sum(own.seconds.sum() for own in alone.units)
+    one, other = used_seconds(every), used_seconds(alone)
+    for unit in every.space.units:
+        if unit.kind == "parameter":
+            np.testing.assert_array_equal(one[unit.index], other[unit.index])
 
 
 def test_a_class_without_parameters_costs_nothing() -> None:
