@@ -102,7 +102,7 @@ def _cell(row: Row, way: str, workload: Workload, graph: OpGraph, pool: WorkerPo
                 op for op in graph.ops if any(source.name in weights for source in op.all_input_nodes)
             )
             options["pins"] = {first.name: 0, graph.loss: RANKS - 1}
-        plan = partition(graph, ClusterSpec.local(RANKS), **options)
+        plan = partition(graph, ClusterSpec.local(RANKS), **{"strategy": "layer", **options})
         report = verify_plan(plan, workload, pool=pool, graph=graph)
     except PartitionerError as error:
         row.reasons.append(f"{row.name}, {way}: {error.render()}")

@@ -41,7 +41,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--directory", type=Path, help="where to write (default: a temporary directory)")
     parser.add_argument("--json", type=Path, help="also write every measurement here")
     options = parser.parse_args(arguments)
-    plan = partition(workload(), ClusterSpec.local(RANKS), batch_size=BATCH, microbatches=2, pins=pins())
+    plan = partition(
+        workload(), ClusterSpec.local(RANKS), batch_size=BATCH, microbatches=2, pins=pins(), strategy="layer"
+    )
     folder = Path(tempfile.mkdtemp(prefix="checkpoint-", dir=options.directory))
     try:
         with WorkerPool(RANKS) as pool:

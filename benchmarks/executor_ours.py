@@ -31,6 +31,7 @@ def plan_of(spec: ModelSpec, graph: OpGraph, schedule: str, stages: int) -> Plan
         microbatches=spec.microbatches,
         pins=pins,
         optimizer_memory="none",
+        strategy="layer",
     )
 
 

@@ -139,9 +139,11 @@ def planned(name: str) -> tuple[Plan, nn.Module, dict[str, Tensor]]:
     usual = {"batch_size": 8, "microbatches": 2, "optimizer_memory": "momentum", "time_limit_seconds": 3.0}
     settings = {"example_inputs": batch, **usual, **{n: o for n, o in options.items() if n != "dtype"}}
     try:
-        plan = partition(model, ClusterSpec.local(RANKS), **settings)
+        plan = partition(model, ClusterSpec.local(RANKS), **{"strategy": "layer", **settings})
     except UsageError:
         if settings.get("strategy") != "feature":
             raise
-        plan = partition(model, ClusterSpec.local(RANKS), **{**settings, "pins": {"*": "data"}})
+        plan = partition(
+            model, ClusterSpec.local(RANKS), **{"strategy": "layer", **settings, "pins": {"*": "data"}}
+        )
     return plan, model, batch

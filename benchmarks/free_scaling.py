@@ -142,7 +142,7 @@ def figures(kind: str, ops: int, limit: float) -> Figures:
     marks.append(time.perf_counter())
     costs_of(graph, cluster)
     marks.append(time.perf_counter())
-    layer = partition(graph, cluster, batch_size=BATCH, time_limit_seconds=limit)
+    layer = partition(graph, cluster, batch_size=BATCH, time_limit_seconds=limit, strategy="layer")
     marks.append(time.perf_counter())
     free = partition(graph, cluster, strategy="free", batch_size=BATCH, time_limit_seconds=limit)
     marks.append(time.perf_counter())

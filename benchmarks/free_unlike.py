@@ -175,6 +175,7 @@ def compared(graph: OpGraph, model: str, cluster: ClusterSpec, objective: Object
             batch_size=MODELS[model].batch,
             microbatches=1 if objective == "latency" else "auto",
             time_limit_seconds=limit,
+            strategy="layer",
         )
     except InfeasibleError as error:
         print(error.render(), file=sys.stderr)

@@ -179,7 +179,7 @@ def run_one(
             f"{name}={value}" for name, value in options.items() if not name.startswith("time")
         )
         with random_layouts(draw):
-            plan = partition(graph, cluster, **options)
+            plan = partition(graph, cluster, **{"strategy": "layer", **options})
         report = verify_plan(plan, workload, graph=graph, pool=pool, timeout_seconds=TIME_LIMIT_SECONDS)
     except (WorkerError, InternalError):
         return Outcome(model, number, words, "RAISED", traceback.format_exc())

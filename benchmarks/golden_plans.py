@@ -129,7 +129,7 @@ def planned(model: str, cluster: str, explain: tuple[str, ...] = (), **options: 
     """A plan, all that follows from it, and what it says of ``explain``."""
     graph, machines = graph_of(model), CLUSTERS[cluster]()
     try:
-        plan = partition(graph, machines, **{"batch_size": 8, **options})
+        plan = partition(graph, machines, **{"strategy": "layer", "batch_size": 8, **options})
     except PartitionerError as error:
         return {"error": f"{type(error).__name__}: {error}"}
     texts = {
@@ -154,7 +154,7 @@ def _code(plan: Plan, graph: OpGraph) -> str:
 def evaluated(model: str, cluster: str, **options: Any) -> Texts:
     """The evaluation graph of a model where its plan has training, and the programs that run it."""
     graph, machines = graph_of(model), CLUSTERS[cluster]()
-    plan = partition(graph, machines, **{"batch_size": 8, **options})
+    plan = partition(graph, machines, **{"strategy": "layer", "batch_size": 8, **options})
     work = workload(model)
     work.model.eval()
     try:

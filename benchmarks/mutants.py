@@ -102,7 +102,7 @@ def subject(name: str) -> Subject:
         microbatches=2,
         optimizer_memory="sgd",
         time_limit_seconds=3.0,
-        **options,
+        **{"strategy": "layer", **options},
     )
     return Subject(name, plan, model, batch, graph)
 

@@ -28,7 +28,13 @@ class PlanCase:
 
     def plan(self, cluster: ClusterSpec) -> Plan:
         graph = graph_of(self.model)
-        return partition(graph, cluster, batch_size=self.batch_size, optimizer_memory="adamw", **self.options)
+        return partition(
+            graph,
+            cluster,
+            batch_size=self.batch_size,
+            optimizer_memory="adamw",
+            **{"strategy": "layer", **self.options},
+        )
 
     def task(self, plan: Plan) -> VerificationTask:
         """Return what the workers need, in the model's own data type."""

@@ -101,7 +101,14 @@ def wavefront(graph: OpGraph, cluster: ClusterSpec, batch: int) -> Plan:
 def stage_after_stage(graph: OpGraph, cluster: ClusterSpec, batch: int) -> Plan:
     """The same placement, each layer a stage: one segment, which starts when all of its inputs are there."""
     return partition(
-        graph, cluster, batch_size=batch, microbatches=1, pins=PINS, schedule="gpipe", optimizer_memory="none"
+        graph,
+        cluster,
+        batch_size=batch,
+        microbatches=1,
+        pins=PINS,
+        schedule="gpipe",
+        optimizer_memory="none",
+        strategy="layer",
     )
 
 

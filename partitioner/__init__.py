@@ -1,8 +1,8 @@
 """An auto-partitioning compiler for model parallelism on PyTorch.
 
     from partitioner import ClusterSpec, partition
-    plan = partition(model, ClusterSpec.load("cluster.yaml"), example_inputs=batch, batch_size=512, strategy="auto")
-    print(plan)                              # strategy: "layer" (pipelines), "feature" (sharded tensors), or the faster
+    plan = partition(model, ClusterSpec.load("cluster.yaml"), example_inputs=batch, batch_size=512)
+    print(plan)                              # where everything runs, what it costs, how sure that is
     plan.verify(model)                       # the actual plan, in float64, on local processes
     print(plan.explain("head.weight"))       # what else it could have been, and what that would cost
     engine = plan.deploy(model, optimizer=torch.optim.AdamW)    # under torchrun

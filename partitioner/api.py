@@ -35,7 +35,7 @@ def partition(
     optimizer_memory: str = "adamw",
     precision: Precision | None = None,
     loss_reduction: LossReduction | None = None,
-    strategy: str = "layer",
+    strategy: str = "auto",
     schedule: str = "auto",
     microbatches: int | Literal["auto"] = "auto",
     micro_couplings: bool = False,
@@ -50,7 +50,7 @@ def partition(
     opaque: Sequence[str] = (),
     min_stages: int | None = None,
     max_stages: int | None = None,
-    time_limit_seconds: float = 60.0,
+    time_limit_seconds: float | None = None,
     name: str | None = None,
     check: Check = "on",
 ) -> Plan:

@@ -218,11 +218,13 @@ def settings(pairs: Sequence[str], flag: str = "--set") -> dict[str, str]:
 def pins(pairs: Sequence[str], strategy: str) -> dict[str, int] | dict[str, str]:
     """Read pins: ``["transformer.h.0.*=1"]`` -> ``{"transformer.h.0.*": 1}``; a glob may itself contain ``=``.
 
-    For strategy "feature": ``["*.up_proj.weight=S0,R"]`` -> ``{"*.up_proj.weight": "S0 R"}``.
+    For strategy "feature": ``["*.up_proj.weight=S0,R"]`` -> ``{"*.up_proj.weight": "S0 R"}``. For "auto": stages if all are
+    numbers.
     """
     found: dict[str, str] = {}
     problems = []
-    what = {"layer": "STAGE", "free": "DEVICE"}.get(strategy, "LAYOUT")
+    numbers = strategy == "auto" and all(_is_stage(pair.rpartition("=")[2]) for pair in pairs)
+    what = "STAGE" if numbers else {"layer": "STAGE", "free": "DEVICE"}.get(strategy, "LAYOUT")
     for pair in pairs:
         glob, _, text = pair.rpartition("=")
         text = text.replace(",", " ") if what == "LAYOUT" else str(int(text)) if _is_stage(text) else text

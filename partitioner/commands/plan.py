@@ -37,7 +37,7 @@ def plan(
     *,
     cluster: str,
     batch_size: WholeNumber,
-    strategy: str = "layer",
+    strategy: str = "auto",
     microbatches: str = "auto",
     micro_couplings: Flag = False,
     schedule: str = "auto",
@@ -56,7 +56,7 @@ def plan(
     dynamic_dims: Dims = (),
     opaque: Annotated[tuple[str, ...], Parameter(show_default=False)] = (),
     check: str = "on",
-    time_limit: float = 60.0,
+    time_limit: float | None = None,
     model_options: ModelOptions = NOTHING_GIVEN,
     output: OutputFile = None,
     no_cache: Flag = False,
@@ -93,7 +93,9 @@ def plan(
         from partitioner.commands.plan_model import out_of_time, plan_model
     made = plan_model(model, arguments, output, timings=timings, quiet=quiet, json=json)
     if stopped := out_of_time(made, time_limit):
-        return report(stopped)
+        in_its_own_time = strategy == "auto" and time_limit is None
+        interrupted = made.certificate.solver_status == "interrupted"
+        return 0 if in_its_own_time and not interrupted else report(stopped)
     if key is not None:
         width = terminal_width()
         with text_within(width):

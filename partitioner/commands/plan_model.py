@@ -78,12 +78,16 @@ def plan_model(
     return made
 
 
-def out_of_time(plan: Plan, limit_seconds: float) -> TimeLimitError | None:
-    """Return the error that says how far a search came that was stopped; None if it came to its end."""
+def out_of_time(plan: Plan, limit_seconds: float | None) -> TimeLimitError | None:
+    """Return the error that says how far a search came that was stopped; None if it came to its end.
+
+    ``limit_seconds``: as given; None: the strategy's own.
+    """
     status = plan.certificate.solver_status
     if status not in ("time limit", "interrupted"):
         return None
-    stopped = "was interrupted" if status == "interrupted" else f"stopped after {limit_seconds:g} s"
+    spent = plan.certificate.search_seconds if limit_seconds is None else limit_seconds
+    stopped = "was interrupted" if status == "interrupted" else f"stopped after {spent:.3g} s"
     return TimeLimitError(
         f"the search {stopped} with a plan that fits",
         because=[

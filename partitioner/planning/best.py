@@ -1,5 +1,8 @@
 """One plan out of the strategies: the hybrid search's, or a free placement that was started from it and is faster.
 
+The free search is begun where it can win, in what is left of the time: not where the hybrid plan is proved good enough, no
+pipeline of single devices came near it, or no part of the model can run beside another.
+
 Where the model couples samples, the batch stays in one piece, and what cutting it all the same would bring is told:
 
     a plan         its note says why, and what several micro-batches would take instead
@@ -23,6 +26,7 @@ from passes.interrupts import may_be_lost
 from passes.search.certificate import Alternative
 from passes.search.free.request import FreeRequest
 from passes.search.judge import Judge, Simulated, fastest_fitting
+from passes.search.layer.request import LayerRequest, branches
 from passes.search.outcome import Outcome
 from passes.search.request import Request
 from passes.search.strategies import search
@@ -51,8 +55,11 @@ def _fastest_plan(
         return _plan(kind, graph, cluster, compile_graph(graph, cluster, requests[0]))
     compiled_plans: list[Compiled] = []
     failures: dict[str, PartitionerError] = {}
-    stopped = False
+    stopped, left_out = False, ""
     for request in requests:
+        left_out = _cannot_win(request, compiled_plans, graph, cluster)
+        if left_out:
+            break
         try:
             with may_be_lost(bool(compiled_plans)):
                 compiled_plans.append(compile_graph(graph, cluster, _started(request, compiled_plans)))
@@ -80,9 +87,9 @@ def _fastest_plan(
     return plan.model_copy(
         update={
             "alternatives": (*others, *plan.alternatives),
-            "not_considered": AUTO_NOT_CONSIDERED,
+            "not_considered": plan.not_considered if left_out else AUTO_NOT_CONSIDERED,
             "certificate": replace(plan.certificate, solver_status=status),
-            "notes": (*why_it_won(best, compiled_plans), *plan.notes),
+            "notes": (*why_it_won(best, compiled_plans, left_out), *plan.notes),
         }
     )
 
@@ -94,12 +101,40 @@ def _plan(kind: type[PlanT], graph: OpGraph, cluster: ClusterSpec, compiled: Com
 
 
 def _started(request: Request, compiled_plans: Sequence[Compiled]) -> Request:
-    """Let a free search begin with the fastest pipeline of single devices that was simulated."""
+    """Let a free search begin with the fastest pipeline of single devices that was simulated, in the time that is left."""
     if not compiled_plans or not isinstance(request, FreeRequest):
         return request
-    outcome = compiled_plans[0].outcome
-    alone = fastest_fitting([s for s in outcome.judge.tried if not s.candidate.shardings])
-    return request if alone is None else replace(request, start=replace(outcome, best=alone))
+    outcome, left = compiled_plans[0].outcome, _seconds_left(request, compiled_plans)
+    alone = _fastest_of(outcome, "devices")
+    start = None if alone is None else replace(outcome, best=alone)
+    return replace(request, start=start, time_limit_seconds=left)
+
+
+def _seconds_left(request: Request, compiled_plans: Sequence[Compiled]) -> float | None:
+    limit = request.time_limit_seconds
+    spent = sum(compiled.outcome.certificate.search_seconds for compiled in compiled_plans)
+    return None if limit is None else limit - spent
+
+
+def _cannot_win(
+    request: Request, compiled_plans: Sequence[Compiled], graph: OpGraph, cluster: ClusterSpec
+) -> str:
+    """Say why a free search after the plans so far would find nothing faster; nothing where it may."""
+    if not compiled_plans or not isinstance(request, FreeRequest):
+        return ""
+    outcome, left = compiled_plans[0].outcome, _seconds_left(request, compiled_plans)
+    certificate, step = outcome.certificate, outcome.best.step_seconds
+    if certificate.gap <= request.gap:
+        return f"this one is proved to be within {percent(request.gap)} of the best pipelines and shardings"
+    if certificate.simulated_lower_bound_seconds >= step * (1 - request.gap):
+        return f"no plan at all is faster by more than {percent(request.gap)}"
+    if _fastest_of(outcome, "devices") is None:
+        return f"no {FAMILIES['devices']} came near"
+    if left is not None and left <= 0:
+        return "the time was up"
+    if not branches(graph, costs_of(graph, cluster), cluster, LayerRequest(request.job)):
+        return "no part of the model can run beside another, pipelines and shardings have all of it"
+    return ""
 
 
 def _alternative(compiled: Compiled, best: Compiled) -> Alternative:
@@ -129,23 +164,28 @@ def _family(simulated: Simulated) -> str:
     return "mesh" if len(candidate.groups) == 1 else "groups"
 
 
-def why_it_won(best: Compiled, compiled_plans: Sequence[Compiled]) -> list[str]:
-    """Say in two sentences what the best is, and how much faster than the best of every other kind."""
+def why_it_won(best: Compiled, compiled_plans: Sequence[Compiled], left_out: str) -> list[str]:
+    """Say in two sentences what the best is, and how much faster than the best of every other kind.
+
+    ``left_out``: why no free placement was looked for, if it was not.
+    """
     first, won = compiled_plans[0].outcome, best.outcome.best
     others = [family for family in FAMILIES if best is not compiled_plans[0] or family != _family(won)]
-    compared, left_out = [], []
+    compared, too_slow = [], []
     for family in others:
         rival = _fastest_of(first, family)
         if rival is None:
-            left_out.append(f"no {FAMILIES[family]}")
+            too_slow.append(f"no {FAMILIES[family]}")
         else:
             compared.append(f"the best {FAMILIES[family]} is {_slower(rival, won)}")
     sentence = f"{best.outcome.label}, takes {format_seconds(won.step_seconds)} a step: {', '.join(compared)}"
-    if left_out:
+    if too_slow:
         sentence += (
-            f"{'; ' if compared else ''}{' and '.join(left_out)} that fits came near enough to be simulated"
+            f"{'; ' if compared else ''}{' and '.join(too_slow)} that fits came near enough to be simulated"
         )
     sentences = [f"{sentence}."]
+    if left_out:
+        sentences.append(f"Placements op by op were not looked for: {left_out}.")
     for compiled in compiled_plans[1:]:
         adverb = STRATEGY_WORDS[compiled.request.strategy].adverb
         if compiled is best:

@@ -33,8 +33,8 @@ OPTIONS = (
         "strategy",
         "layer: every op on one device, every device one contiguous run of the model. feature: every op on all devices, "
         "tensors sharded. hybrid: a pipeline of device groups that share their stages, searched with both of "
-        "the above, or as fix says. free: any op, or block of its neurons, on any device. auto: hybrid, then free from "
-        "there, and the faster one is taken",
+        "the above, or as fix says. free: any op, or block of its neurons, on any device. auto (the default): hybrid, then "
+        "free from there where that can win, and the faster one is taken; what is fixed may ask for another alone",
     ),
     PlanOption(
         "microbatches", "auto, or into how many pieces the batch is cut (this is gradient accumulation)"
@@ -130,7 +130,8 @@ OPTIONS = (
     ),
     PlanOption(
         "time_limit_seconds",
-        "Seconds for the search; the best plan so far is kept",
+        "Seconds for the search; the best plan so far is kept. By default 20 for auto, which answers once a plan is proved "
+        "to be within 1% of the best, else 60",
         flag="time_limit",
     ),
 )

@@ -29,6 +29,10 @@ from runtime.schedules import SCHEDULES
 STRATEGIES = (*STRATEGY_WORDS, "auto")
 SEARCHING = ("hybrid", "free")
 """The strategies of "auto": the others are parts of the first, from which the second starts."""
+AUTO_SECONDS, OTHER_SECONDS = 20.0, 60.0
+"""The time limit where none is given: of "auto" with nothing fixed, and of a strategy alone."""
+AUTO_GAP = 0.01
+"""The gap within which "auto" answers once it is proved."""
 OBJECTIVES: tuple[Objective, ...] = get_args(Objective)
 RECOMPUTE_MODES: tuple[RecomputeMode, ...] = get_args(RecomputeMode)
 MOST_SAMPLES = 1 << 30
@@ -61,7 +65,7 @@ class PlanOptions:
 
     batch_size: int | None = None
     optimizer_memory: str = "adamw"
-    strategy: str = "layer"
+    strategy: str = "auto"
     schedule: str = "auto"
     microbatches: int | Literal["auto"] = "auto"
     micro_couplings: bool = False
@@ -73,7 +77,20 @@ class PlanOptions:
     fix: str | Mapping[str, object] | None = None
     min_stages: int | None = None
     max_stages: int | None = None
-    time_limit_seconds: float = 60.0
+    time_limit_seconds: float | None = None
+
+    @property
+    def searched(self) -> tuple[str, ...]:
+        """The strategies to plan by. Of auto those of ``SEARCHING`` that know all that is given, or the first that does."""
+        if self.strategy != "auto":
+            return (self.strategy,)
+        given = self._given().keys()
+        able = [
+            name
+            for name, words in STRATEGY_WORDS.items()
+            if given <= words.options and not any(self._wrong_pins(name))
+        ]
+        return tuple(name for name in SEARCHING if name in able and not self.pins) or tuple(able[:1])
 
     def check(self) -> None:
         """Refuse unknown words and numbers that mean nothing, all at once."""
@@ -90,7 +107,7 @@ class PlanOptions:
         """Refuse a mesh that is not the cluster's devices, and pins to others, before anything is traced for them."""
         if self.mesh is not None:
             meshes(cluster, TUNING.most_axes, self.mesh)
-        if self.strategy != "auto" and STRATEGY_WORDS[self.strategy].pinned_to == "device":
+        if any(STRATEGY_WORDS[name].pinned_to == "device" for name in self.searched):
             world = cluster.world_size
             problems = [
                 f"{glob!r} is pinned to device {rank}; {cluster.name} has devices 0 to {world - 1}"
@@ -105,8 +122,7 @@ class PlanOptions:
         size = graph.example_batch_size if self.batch_size is None else self.batch_size
         self._check_microbatches(size)
         job = Job(size, self.optimizer_memory, precision)
-        names = SEARCHING if self.strategy == "auto" else (self.strategy,)
-        requests = tuple(self._request(name, job, graph) for name in names)
+        requests = tuple(self._request(name, job, graph) for name in self.searched)
         why = "" if self._cuts_the_batch else why_whole(graph)
         return tuple(replace(r, microbatches=1, whole_batch=why) for r in requests) if why else requests
 
@@ -119,10 +135,12 @@ class PlanOptions:
 
     def _request(self, name: str, job: Job, graph: OpGraph) -> Request:
         again = self.recompute or ("full" if graph.checkpointing else "auto")
+        several = len(self.searched) > 1
         shared: dict[str, Any] = {
             "job": job,
             "microbatches": self.microbatches,
-            "time_limit_seconds": self.time_limit_seconds,
+            "time_limit_seconds": self.time_limit_seconds or (AUTO_SECONDS if several else OTHER_SECONDS),
+            "gap": AUTO_GAP if several else 0.0,
         }
         match name:
             case "layer":
@@ -181,7 +199,7 @@ class PlanOptions:
                 yield f"{option} is {number!r}, expected 1 or more"
         if _is_count(least, MOST_SAMPLES) and _is_count(most, MOST_SAMPLES) and least > most:
             yield f"min_stages is {least}, more than max_stages, {most}"
-        if not (isinstance(limit, int | float) and 0 < limit < math.inf):
+        if limit is not None and not (isinstance(limit, int | float) and 0 < limit < math.inf):
             yield f"the time limit is {limit!r}, expected more than 0 seconds"
         if self.mesh is not None and not (
             isinstance(self.mesh, Sequence) and all(_is_count(n, MOST_SAMPLES) for n in self.mesh)
@@ -209,37 +227,36 @@ class PlanOptions:
 
     def _of_the_other_strategy(self) -> Iterator[str]:
         """Name options that the strategy would silently ignore."""
-        mine = SEARCHING if self.strategy == "auto" else (self.strategy,)
-        if all(name in STRATEGY_WORDS for name in mine):
-            known = frozenset[str]().union(*(STRATEGY_WORDS[name].options for name in mine))
+        if self.strategy == "auto":
+            yield from self._apart()
+        elif self.strategy in STRATEGY_WORDS:
             for option, value in self._given().items():
-                if option not in known:
+                if option not in STRATEGY_WORDS[self.strategy].options:
                     knows = next(name for name, other in STRATEGY_WORDS.items() if option in other.options)
                     yield NOT_HERE[option].format(option=option, value=value, mine=self.strategy, knows=knows)
-        yield from self._wrong_pins()
+            yield from self._wrong_pins(self.strategy)
+
+    def _apart(self) -> Iterator[str]:
+        """Name what is given if no strategy knows all of it."""
+        if self.searched:
+            return
+        for option, value in self._given().items():
+            knows = [name for name, words in STRATEGY_WORDS.items() if option in words.options]
+            yield f"{option}={value!r} is for strategy {' or '.join(knows)}; no strategy knows all that is given"
+        for glob, place in (self.pins or {}).items():
+            knows = [name for name in STRATEGY_WORDS if not any(_wrong_place(name, glob, place))]
+            said = f"is for strategy {' or '.join(knows)}" if knows else "is neither a number nor a layout"
+            yield f"pin {glob!r}: {place!r} {said}; no strategy knows all that is given"
 
     def _given(self) -> Mapping[str, object]:
         """Return the options that not every strategy knows, as far as they were given."""
         given = {option: getattr(self, option) for option in NOT_HERE}
         return {o: value for o, value in given.items() if value is not None and value != NEUTRAL.get(o)}
 
-    def _wrong_pins(self) -> Iterator[str]:
+    def _wrong_pins(self, strategy: str) -> Iterator[str]:
         """Name pins that are not the strategy's."""
         for glob, pinned in (self.pins or {}).items():
-            if self.strategy == "auto":
-                yield (
-                    f'pin {glob!r}: give the strategy as well, "layer" for stages, "feature" for layouts or '
-                    '"free" for devices'
-                )
-                continue
-            if self.strategy not in STRATEGY_WORDS:
-                continue
-            place = STRATEGY_WORDS[self.strategy].pinned_to
-            number = isinstance(pinned, int) and not isinstance(pinned, bool)
-            if place == "layout" and not isinstance(pinned, str):
-                yield f'pin {glob!r}: the layout {pinned!r} is not a text such as "S0" or "R S1"'
-            elif place != "layout" and not number:
-                yield f"pin {glob!r}: the {place} {pinned!r} is not a number"
+            yield from _wrong_place(strategy, glob, pinned)
 
     def _check_layouts(self) -> None:
         """Refuse pinned layouts that cannot be read, or name other axes than the mesh has."""
@@ -265,6 +282,16 @@ class PlanOptions:
                 because=["every micro-batch needs a sample"],
                 suggestions=[f"use at most {batch_size} micro-batches, or a larger batch size"],
             )
+
+
+def _wrong_place(strategy: str, glob: str, pinned: object) -> Iterator[str]:
+    """Say what is wrong with a pin of the strategy."""
+    place = STRATEGY_WORDS[strategy].pinned_to
+    number = isinstance(pinned, int) and not isinstance(pinned, bool)
+    if place == "layout" and not isinstance(pinned, str):
+        yield f'pin {glob!r}: the layout {pinned!r} is not a text such as "S0" or "R S1"'
+    elif place != "layout" and not number:
+        yield f"pin {glob!r}: the {place} {pinned!r} is not a number"
 
 
 def _is_count(value: object, most: int) -> TypeGuard[int]:

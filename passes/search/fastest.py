@@ -33,15 +33,19 @@ OPTIMAL = 1e-3
 
 
 def fastest_of(
-    providers: Sequence[Provider[Any]], judge: Judge, deadline: float, parts: Sequence[Part] = ()
+    providers: Sequence[Provider[Any]],
+    judge: Judge,
+    deadline: float,
+    parts: Sequence[Part] = (),
+    gap: float = 0.0,
 ) -> Outcome:
     """Return the fastest pipeline that fits; on Ctrl-C, or at the deadline, the fastest found so far.
 
-    ``parts``: of the cluster, looked at after the whole, in their order.
+    ``parts``: of the cluster, looked at after the whole, in their order, if they may be faster by more than ``gap``.
 
     Raises what the first provider says if nothing fits, KeyboardInterrupt if nothing is found yet.
     """
-    search, interrupted = _ProviderRuns(judge, time.perf_counter(), deadline), False
+    search, interrupted = _ProviderRuns(judge, time.perf_counter(), deadline, gap), False
     try:
         for number, provider in enumerate(providers):
             search.run(provider, others=len(providers) - 1 - number + len(parts))
@@ -94,8 +98,8 @@ def share_of_need(judge: Judge, simulated: Simulated) -> float:
 class _ProviderRuns:
     """The providers that ran so far, and what was simulated of theirs."""
 
-    def __init__(self, judge: Judge, started: float, deadline: float) -> None:
-        self.judge, self.started, self.deadline = judge, started, deadline
+    def __init__(self, judge: Judge, started: float, deadline: float, gap: float) -> None:
+        self.judge, self.started, self.deadline, self.gap = judge, started, deadline, gap
         self.ran: list[Provider[Any]] = []
         self.rooms: list[float] = []
         """The share of the memory that each provider that ran planned with last."""
@@ -154,7 +158,8 @@ class _ProviderRuns:
     def look_at(self, part: Part) -> None:
         """Search a part of the cluster, if it may be faster than what is known: if nothing fits the whole, if it has the
         larger devices."""
-        may_win = part.floor_seconds < self.known_seconds and (self.best is not None or self._larger(part))
+        least = self.known_seconds * (1 - self.gap)
+        may_win = part.floor_seconds < least and (self.best is not None or self._larger(part))
         late = time.perf_counter() > self.deadline
         if late or not may_win:
             self.left_out.append(part)

@@ -60,7 +60,9 @@ def place_stages(
     groups = _groups(judge, request) if isinstance(request, HybridRequest) else None
     discovery = Discovery.stored()
     providers = _providers(judge, request, groups, discovery)
-    return fastest_of(providers, judge, deadline, list(_parts(judge, request, groups, discovery)))
+    return fastest_of(
+        providers, judge, deadline, list(_parts(judge, request, groups, discovery)), request.gap
+    )
 
 
 def _groups(judge: Judge, request: HybridRequest) -> GroupsProvider:

@@ -28,3 +28,5 @@ class Request:
     """Glob over module paths or names -> place: a stage, a device or a layout, as the strategy has it."""
     time_limit_seconds: float | None = None
     """Seconds after which the search ends with the best found so far; None: when nothing is left to try."""
+    gap: float = 0.0
+    """Relative gap that is good enough: what may be better by less is not looked for. 0: only what is not better."""

@@ -74,7 +74,9 @@ def planned(world_size: int, dropout: float) -> str:
     stages = {1: (0, 0, 0, 0), 2: (0, 0, 1, 1), 3: (0, 1, 1, 2), 4: (0, 1, 2, 3)}[world_size]
     pins = dict(zip(("embed", "first", "second", "head"), stages, strict=True))
     cluster = ClusterSpec.local(world_size)
-    return partition(graph_of(dropout), cluster, batch_size=8, microbatches=2, pins=pins).model_dump_json()
+    return partition(
+        graph_of(dropout), cluster, batch_size=8, microbatches=2, pins=pins, strategy="layer"
+    ).model_dump_json()
 
 
 @pytest.fixture(scope="module")

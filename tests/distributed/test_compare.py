@@ -46,6 +46,7 @@ def plan_of(schedule: str, cluster: ClusterSpec | None = None) -> Plan:
         microbatches=net.MICROBATCHES,
         schedule=schedule,
         pins=PINS,
+        strategy="layer",
     )
 
 

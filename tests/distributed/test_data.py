@@ -86,6 +86,7 @@ def plan_json() -> str:
         microbatches=net.MICROBATCHES,
         schedule="1f1b",
         pins=net.PINS,
+        strategy="layer",
     )
     return plan.model_dump_json()
 

@@ -89,7 +89,9 @@ def expected() -> tuple[list[float], dict[str, Tensor]]:
 def plan() -> Plan:
     pins = {"embed": 0, "middle": 1, "head": 2}
     cluster = ClusterSpec.local(3)
-    return partition(workload(), cluster, batch_size=7, microbatches=3, schedule="1f1b", pins=pins)
+    return partition(
+        workload(), cluster, batch_size=7, microbatches=3, schedule="1f1b", pins=pins, strategy="layer"
+    )
 
 
 @pytest.mark.parametrize("source", ["model", "state_dict", "init_fn"])
@@ -206,7 +208,7 @@ def drawn(plan_json: str, seed: int) -> Tensor:
 
 
 def test_the_seed_decides_what_init_fn_draws(pool: WorkerPool) -> None:
-    text = partition(workload(), ClusterSpec.local(1), batch_size=7).model_dump_json()
+    text = partition(workload(), ClusterSpec.local(1), batch_size=7, strategy="layer").model_dump_json()
     first, again, other = (
         pool.run(drawn, text, seed, world_size=1, timeout_seconds=60.0)[0] for seed in (3, 3, 4)
     )
@@ -235,7 +237,7 @@ def made_and_trained_here(source: str) -> tuple[list[float], int]:
         patch.setattr(
             as_graph, "trace_graph", lambda *args, **options: traces.append(1) or traced(*args, **options)
         )
-        plan = partition(made.model, ClusterSpec.local(2), min_stages=2, **given)
+        plan = partition(made.model, ClusterSpec.local(2), min_stages=2, **{"strategy": "layer", **given})
         with plan.deploy(model, optimizer=torch.optim.SGD, timeout_seconds=20.0) as engine:
             return [float(engine.train_step(batch())) for _ in range(2)], len(traces)
 

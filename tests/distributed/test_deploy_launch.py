@@ -53,7 +53,9 @@ def moved(plan: Plan, devices: Mapping[int, int]) -> Plan:
 @pytest.fixture(scope="module")
 def plan() -> Plan:
     """Three stages on devices 0, 2 and 3 of two hosts; device 1 is idle."""
-    made = partition(workload(), HOSTS, batch_size=7, microbatches=3, schedule="1f1b", pins=PINS)
+    made = partition(
+        workload(), HOSTS, batch_size=7, microbatches=3, schedule="1f1b", pins=PINS, strategy="layer"
+    )
     used = made.used_devices
     return moved(made, dict(zip(used, (0, 2, 3), strict=True)))
 
@@ -229,7 +231,7 @@ def test_ranks_that_a_plan_leaves_idle_are_used_where_that_is_asked_for(pool: Wo
 
 
 def own_plan() -> str:
-    return plan_digest(partition(workload(), ClusterSpec.local(2), batch_size=7))
+    return plan_digest(partition(workload(), ClusterSpec.local(2), batch_size=7, strategy="layer"))
 
 
 def test_processes_that_each_plan_find_equal_plans(pool: WorkerPool) -> None:

@@ -74,6 +74,7 @@ def plan_json() -> str:
         microbatches=net.MICROBATCHES,
         schedule="1f1b",
         pins=net.PINS,
+        strategy="layer",
     )
     return plan.model_dump_json()
 
@@ -105,6 +106,7 @@ def test_short_batches_run_under_every_schedule(schedule: str, pool: WorkerPool)
         microbatches=net.MICROBATCHES,
         schedule=schedule,
         pins=pins,
+        strategy="layer",
     )
     assert plan.schedule == schedule
     course = Course((8, 6, 3, 2, 1, 8), max_norm=0.5)

@@ -146,7 +146,9 @@ def test_steps_are_the_same_whatever_the_batch_is(pool: WorkerPool) -> None:
     for kind in ("dataclass", "argument", "output", "encoding", "own", "tuple"):
         made = workload(kind)
         pins = {"*a": 0, "*b": 1}
-        plan = partition(made, ClusterSpec.local(2), batch_size=6, microbatches=2, pins=pins)
+        plan = partition(
+            made, ClusterSpec.local(2), batch_size=6, microbatches=2, pins=pins, strategy="layer"
+        )
         plans[kind] = plan.model_dump_json()
         assert type(made.example_inputs) is type(make(kind))
         if kind == "own":

@@ -114,7 +114,7 @@ def planned(graph: OpGraph, name: str, **options: Any) -> Plan:
         return partition(graph, ClusterSpec.local(2), strategy="free", **size)
     if name == "layers":
         pins = {"wte": 0, "up": 0, "down": 1, "head": 1}
-        return partition(graph, ClusterSpec.local(2), pins=pins, **size)
+        return partition(graph, ClusterSpec.local(2), pins=pins, **{"strategy": "layer", **size})
     mesh, patterns = PLACED[name]
     cluster = ClusterSpec.local(math.prod(mesh))
     return partition(graph, cluster, strategy="feature", mesh=mesh, pins={"*": patterns}, **size)
@@ -451,7 +451,9 @@ def test_ranks_drop_alike_what_all_compute_and_shards_by_themselves(pool: Worker
     cluster, made = ClusterSpec.local(2), gpt2()
     graph, options = as_graph(made), {"strategy": "feature", "mesh": (2,), "microbatches": 1}
     plans = {
-        name: partition(graph, cluster, batch_size=SAMPLES, pins={"*": name}, **options).model_dump_json()
+        name: partition(
+            graph, cluster, batch_size=SAMPLES, pins={"*": name}, **{"strategy": "layer", **options}
+        ).model_dump_json()
         for name in ("column_row", "data")
     }
     one, other = pool.run(dropped, plans, world_size=2, timeout_seconds=200.0)
@@ -476,7 +478,9 @@ def test_stages_of_shards_and_replicas_drop_as_single_stages_do(pool: WorkerPool
     cluster, made = ClusterSpec.local(4), gpt2()
     graph, options = as_graph(made), {"strategy": "hybrid", "microbatches": 2, "batch_size": SAMPLES}
     plans = {
-        degree: partition(graph, cluster, fix=f"pipeline=2 {degree}=2", **options).model_dump_json()
+        degree: partition(
+            graph, cluster, fix=f"pipeline=2 {degree}=2", **{"strategy": "layer", **options}
+        ).model_dump_json()
         for degree in ("tensor", "data")
     }
     results = pool.run(dropped, plans, world_size=4, timeout_seconds=200.0)

@@ -98,6 +98,7 @@ def made_plan(made: Workload | OpGraph, ranks: int, schedule: str, pins: Mapping
         microbatches=MICROBATCHES,
         schedule=schedule,
         pins=kept,
+        strategy="layer",
     ).model_dump_json()
 
 

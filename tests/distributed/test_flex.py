@@ -82,7 +82,7 @@ def test_it_is_verified_in_float64(options: dict[str, Any], pool: WorkerPool) ->
     work = workload()
     graph = as_graph(work)
     assert [op_name(node) for node in graph.ops].count("flex_attention") == 2
-    plan = partition(graph, ClusterSpec.local(2), batch_size=8, **options)
+    plan = partition(graph, ClusterSpec.local(2), batch_size=8, **{"strategy": "layer", **options})
     report = verify_plan(plan, work, pool=pool, graph=graph)
     report.raise_if_different()
     assert report.compared["gradient"] >= len(list(work.model.parameters()))

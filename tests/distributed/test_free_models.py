@@ -213,6 +213,6 @@ def test_neurons_split_sixty_to_forty_for_unlike_devices(pool: WorkerPool) -> No
         ("linear", (60, 40)),
         ("linear_2", (60, 40)),
     }
-    layers = partition(graph, machine(1.5, 1.0), batch_size=8, microbatches=2)
+    layers = partition(graph, machine(1.5, 1.0), batch_size=8, microbatches=2, strategy="layer")
     assert found.prediction.step_seconds < 0.9 * layers.prediction.step_seconds
     found.verify(net, pool=pool, graph=graph).raise_if_different()

@@ -145,7 +145,12 @@ SHOWN = [
 @pytest.mark.parametrize("name", thinned(CASES, SHOWN))
 def test_hooks_do_what_they_do_in_a_plain_loop(name: str, pool: WorkerPool) -> None:
     ranks, tied, options = CASES[name]
-    plan = partition(workload(tied), ClusterSpec.local(ranks), optimizer_memory="momentum", **options)
+    plan = partition(
+        workload(tied),
+        ClusterSpec.local(ranks),
+        optimizer_memory="momentum",
+        **{"strategy": "layer", **options},
+    )
     assert any("hooks on parameters' gradients" in note for note in plan.notes)
     expected = plain_loop(tied)
     found = pool.run(train, plan.model_dump_json(), tied, world_size=plan.world_size)[0]
@@ -199,7 +204,7 @@ def without_gradients(plan_json: str) -> list[str]:
 
 def test_no_gradient_stays_none_where_ranks_hold_blocks(pool: WorkerPool) -> None:
     """Zeros instead would let the optimizer decay and move what the step did not reach."""
-    plan = partition(workload(), ClusterSpec.local(2), **CASES["zero1"][2])
+    plan = partition(workload(), ClusterSpec.local(2), **{"strategy": "layer", **CASES["zero1"][2]})
     assert pool.run(without_gradients, plan.model_dump_json(), world_size=2) == [[], []]
 
 

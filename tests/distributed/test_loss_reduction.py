@@ -84,7 +84,12 @@ def workload(kind: str) -> Workload:
 def planned(kind: str, ranks: int, **options: Any) -> Plan:
     pins = {"embed": 0, "middle": ranks // 2, "head": ranks - 1}
     return partition(
-        workload(kind), ClusterSpec.local(ranks), batch_size=7, microbatches=3, pins=pins, **options
+        workload(kind),
+        ClusterSpec.local(ranks),
+        batch_size=7,
+        microbatches=3,
+        pins=pins,
+        **{"strategy": "layer", **options},
     )
 
 
@@ -200,7 +205,9 @@ def test_a_batch_without_any_label_agrees_with_nothing(train: bool, pool: Worker
 
 def test_a_mean_declared_a_sum_differs_from_the_whole_batch(pool: WorkerPool) -> None:
     made = Workload(Tagger(), batch(), plain, "tagger")
-    plan = partition(made, ClusterSpec.local(2), batch_size=7, microbatches=3, loss_reduction="sum")
+    plan = partition(
+        made, ClusterSpec.local(2), batch_size=7, microbatches=3, loss_reduction="sum", strategy="layer"
+    )
     report = plan.verify(made, pool=pool)
     assert not report.passed
     assert "the traced graph alone differs from the eager model" in (report.first_difference or "")
@@ -213,4 +220,4 @@ def test_another_reduction_is_refused() -> None:
     with pytest.raises(PlanError, match="traced with loss_reduction='mean', planned with 'token_mean'"):
         plan.verify(made, graph=other)
     with pytest.raises(UsageError, match="traced with another loss reduction"):
-        partition(other, ClusterSpec.local(2), loss_reduction="sum")
+        partition(other, ClusterSpec.local(2), loss_reduction="sum", strategy="layer")

@@ -265,7 +265,7 @@ def test_an_odd_model_computes_what_it_computed(
         microbatches=3,
         schedule=SCHEDULES[seed],
         pins=random_pins(graph, RANKS, random.Random(1 + seed % 2)),  # both cut every model
-        **options,
+        **{"strategy": "layer", **options},
     )
     assert len(plan.stages) > 1
     report = verify_plan(plan, workload, pool=pool, graph=graph)
@@ -281,7 +281,7 @@ def test_what_the_unpartitioned_model_cannot_do_is_not_blamed_on_the_plan(pool: 
         return m.b(m.a(x))
 
     workload = Workload(Odd(positive, a=square(), b=square()), floats(8, 6), squared, "assertion")
-    plan = partition(workload, ClusterSpec.local(2), batch_size=4, microbatches=2)
+    plan = partition(workload, ClusterSpec.local(2), batch_size=4, microbatches=2, strategy="layer")
     with pytest.raises(ModelError, match="the unpartitioned model fails on its own") as caught:
         plan.verify(workload, pool=pool)
     assert "no large numbers" in str(caught.value)

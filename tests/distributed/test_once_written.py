@@ -66,7 +66,9 @@ def train(text: str) -> dict[str, Tensor]:
 @pytest.mark.parametrize("options", [{"min_stages": 2}, {"strategy": "feature"}], ids=["layer", "feature"])
 def test_they_advance_once_a_batch(options: dict[str, object], pool: WorkerPool) -> None:
     workload = Workload(Annealed(), (batches()[0],))
-    plan = partition(workload, ClusterSpec.local(2), batch_size=8, microbatches=4, **options)  # type: ignore[arg-type]
+    plan = partition(
+        workload, ClusterSpec.local(2), batch_size=8, microbatches=4, **{"strategy": "layer", **options}
+    )  # type: ignore[arg-type]
     assert plan.microbatches == 4
     assert not any("micro-batch" in note for note in plan.notes)
     results = pool.run(train, plan.model_dump_json(), world_size=plan.world_size, timeout_seconds=120.0)

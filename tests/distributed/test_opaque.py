@@ -35,7 +35,7 @@ def planned(name: str, way: str, **more: Any) -> Plan:
         loss_fn=case.loss,
         batch_size=models.SAMPLES,
         optimizer_memory="momentum",
-        **options,
+        **{"strategy": "layer", **options},
     )
 
 

@@ -173,6 +173,7 @@ def made_plan(
         schedule=schedule,
         precision=precision,
         pins=pins,
+        strategy="layer",
     )
 
 
@@ -277,7 +278,13 @@ def test_float16_without_a_loss_scale_is_refused() -> None:
     from cost_models.errors import UsageError
 
     with pytest.raises(UsageError, match="without a loss scale"):
-        partition(workload(F32), ClusterSpec.local(1), batch_size=6, precision=Precision(compute=F16))
+        partition(
+            workload(F32),
+            ClusterSpec.local(1),
+            batch_size=6,
+            precision=Precision(compute=F16),
+            strategy="layer",
+        )
 
 
 def masters_again(plan_json: str, folder: str) -> bool:
@@ -326,7 +333,9 @@ def gradients_of_sixteen(plan_json: str) -> list[float]:
 
 
 def test_weights_of_a_16_bit_loss_are_exact(pool: WorkerPool) -> None:
-    text = partition(sixteen(), ClusterSpec.local(1), batch_size=6, microbatches=3).model_dump_json()
+    text = partition(
+        sixteen(), ClusterSpec.local(1), batch_size=6, microbatches=3, strategy="layer"
+    ).model_dump_json()
     (gradients,) = pool.run(gradients_of_sixteen, text, world_size=1, timeout_seconds=60.0)
     # A third in bfloat16 is 0.33398: three of them would make 1.00195.
     assert gradients == pytest.approx([1.0, 1.0], rel=1e-6)

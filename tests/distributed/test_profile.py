@@ -82,6 +82,7 @@ def plan() -> Plan:
         microbatches=net.MICROBATCHES,
         schedule="1f1b",
         pins=net.PINS,
+        strategy="layer",
     )
 
 

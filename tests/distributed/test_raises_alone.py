@@ -25,7 +25,9 @@ SOON_SECONDS = 4.0
 
 @pytest.fixture(scope="module")
 def plan_json() -> str:
-    made = partition(net.workload(), ClusterSpec.local(3), batch_size=8, microbatches=4, pins=net.PINS)
+    made = partition(
+        net.workload(), ClusterSpec.local(3), batch_size=8, microbatches=4, pins=net.PINS, strategy="layer"
+    )
     return made.model_dump_json()
 
 

@@ -107,7 +107,7 @@ def planned(graph: OpGraph, seed: int) -> Plan:
     draw = random.Random(seed)
     cluster, options = random_pipeline(draw, graph)
     with random_layouts(draw):
-        return partition(graph, cluster, **options)
+        return partition(graph, cluster, **{"strategy": "layer", **options})
 
 
 def sends_what_it_simulates(plan: Plan) -> None:

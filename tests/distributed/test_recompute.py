@@ -85,7 +85,15 @@ def net() -> tuple[Workload, OpGraph]:
 
 def planned(graph: OpGraph, schedule: str) -> Plan:
     pins = {"layers.0": 0, "layers.1": 0, "layers.2": 1, "layers.3": 1}
-    made = partition(graph, ClusterSpec.local(2), batch_size=8, microbatches=4, schedule=schedule, pins=pins)
+    made = partition(
+        graph,
+        ClusterSpec.local(2),
+        batch_size=8,
+        microbatches=4,
+        schedule=schedule,
+        pins=pins,
+        strategy="layer",
+    )
     assert not any(stage.recomputed_blocks for stage in made.stages)  # everything fits
     return made
 

@@ -131,7 +131,11 @@ def planned(seed: int, how: str) -> Plan:
     if how in ("layer", "free"):
         options["pins"] = random_pins(graph, RANKS_OF[how], random.Random(seed))
     return partition(
-        graph, ClusterSpec.local(RANKS_OF[how]), batch_size=SAMPLES, optimizer_memory="momentum", **options
+        graph,
+        ClusterSpec.local(RANKS_OF[how]),
+        batch_size=SAMPLES,
+        optimizer_memory="momentum",
+        **{"strategy": "layer", **options},
     )
 
 

@@ -27,7 +27,7 @@ def workload() -> Workload:
 def side_by_side(graph: OpGraph, patterns: str) -> Plan:
     """A plan of one stage on two devices as one of two stages, each of a tower, on two devices."""
     given = {"strategy": "feature", "mesh": (2,), "pins": {"*": patterns}, "batch_size": 8, "microbatches": 2}
-    plan = partition(graph, ClusterSpec.local(2), **given)
+    plan = partition(graph, ClusterSpec.local(2), **{"strategy": "layer", **given})
     (stage,) = plan.stages
     assert stage.sharding is not None
     towers, stages = tower_of(graph), []

@@ -62,7 +62,7 @@ def planned(world_size: int, made: Workload, **options: Any) -> str:
     pins = {"embed": 0, "middle": world_size // 2, "head": world_size - 1}
     cluster = ClusterSpec.local(world_size)
     options = {"microbatches": 2, "batch_size": 8, "pins": pins, **options}
-    return partition(made, cluster, **options).model_dump_json()
+    return partition(made, cluster, **{"strategy": "layer", **options}).model_dump_json()
 
 
 def trained(plan_json: str, dtype: torch.dtype, options: dict[str, Any]) -> list[dict[str, Any]]:
@@ -181,7 +181,7 @@ def saved_and_loaded(plan_json: str, folder: str) -> dict[str, Any] | None:
 
 
 def test_save_pretrained_and_weights_round_trip(pool: WorkerPool, tmp_path: Path) -> None:
-    plan = partition(hf_workload(), ClusterSpec.local(2), batch_size=4, microbatches=2)
+    plan = partition(hf_workload(), ClusterSpec.local(2), batch_size=4, microbatches=2, strategy="layer")
     state = pool.run(saved_and_loaded, plan.model_dump_json(), str(tmp_path), world_size=2)[0]
     assert "transformer.wte.weight" in load_file(tmp_path / "one" / "model.safetensors")
     assert (

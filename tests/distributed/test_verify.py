@@ -82,7 +82,9 @@ def crossed(output: torch.Tensor, batch: tuple[torch.Tensor, ...]) -> torch.Tens
 
 def planned(workload: Workload, pins: Mapping[str, int], ranks: int, schedule: str) -> Plan:
     cluster = ClusterSpec.local(ranks)
-    return partition(workload, cluster, batch_size=7, microbatches=3, schedule=schedule, pins=pins)
+    return partition(
+        workload, cluster, batch_size=7, microbatches=3, schedule=schedule, pins=pins, strategy="layer"
+    )
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb-h1"])

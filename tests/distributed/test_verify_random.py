@@ -78,7 +78,7 @@ def test_draws_are_the_same_in_both_worlds(run: Callable[..., Tensor], way: str,
     ranks, options = WAYS[way]
     given = workload(run)
     graph = trace(given.model, given.example_inputs, loss_fn=given.loss_fn)
-    plan = partition(graph, ClusterSpec.local(ranks), batch_size=8, **options)
+    plan = partition(graph, ClusterSpec.local(ranks), batch_size=8, **{"strategy": "layer", **options})
     report = verify_plan(plan, given, pool=pool, graph=graph)
     report.raise_if_different()
     assert not any("may differ" in note for note in report.notes)
@@ -86,7 +86,9 @@ def test_draws_are_the_same_in_both_worlds(run: Callable[..., Tensor], way: str,
 
 def test_the_sum_of_a_batch_is_compared_by_micro_batches(pool: WorkerPool) -> None:
     given = workload(noisy, lambda y, b: (y**2).sum())
-    plan = partition(given, ClusterSpec.local(2), batch_size=8, microbatches=2, loss_reduction="sum")
+    plan = partition(
+        given, ClusterSpec.local(2), batch_size=8, microbatches=2, loss_reduction="sum", strategy="layer"
+    )
     plan.verify(given, pool=pool).raise_if_different()
 
 
@@ -121,7 +123,7 @@ def test_what_ranks_draw_by_themselves_is_compared(fault: Callable[[], Any], men
 
     given = workload(run)
     ways = {"strategy": "feature", "mesh": (2,), "pins": {"a.weight": "S0"}, "microbatches": 2}
-    plan = partition(given, ClusterSpec.local(2), batch_size=8, **ways)
+    plan = partition(given, ClusterSpec.local(2), batch_size=8, **{"strategy": "layer", **ways})
     mended.run(plant, fault, world_size=2)
     report = plan.verify(given, pool=mended)
     assert report.compared["random draws"] == 2, "on shards, and whole"
@@ -141,6 +143,6 @@ def test_a_loss_that_is_no_number_agrees_with_nothing(value: float, pool: Worker
 
     ranks, options = WAYS["pipeline"]
     given = workload(run, loss)
-    plan = partition(given, ClusterSpec.local(ranks), batch_size=8, **options)
+    plan = partition(given, ClusterSpec.local(ranks), batch_size=8, **{"strategy": "layer", **options})
     with pytest.raises(ModelError, match="the unpartitioned model computes no number"):
         plan.verify(given, pool=pool)

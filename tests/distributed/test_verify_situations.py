@@ -162,7 +162,9 @@ class Mirrored(nn.Module):
 def test_buffers_that_are_views_of_parameters_follow_them(options: dict[str, Any], pool: WorkerPool) -> None:
     torch.manual_seed(0)
     workload = Workload(Mirrored(), {"x": torch.randn(8, 8)})
-    plan = partition(workload, ClusterSpec.local(2), batch_size=8, microbatches=2, **options)
+    plan = partition(
+        workload, ClusterSpec.local(2), batch_size=8, microbatches=2, **{"strategy": "layer", **options}
+    )
     report = plan.verify(workload, train=True, pool=pool)
     report.raise_if_different()
     assert report.compared["buffer"] > 0
@@ -213,7 +215,7 @@ def test_another_way_in_float64_is_verified_in_its_own_type(mended: WorkerPool) 
     workload = Workload(Float32Only(refused=False), {"x": torch.randn(8, 8)})
     graph = as_graph(workload)
     options: dict[str, Any] = {"batch_size": 8, "microbatches": 2, "min_stages": 2}
-    plan = partition(graph, ClusterSpec.local(2), **options)
+    plan = partition(graph, ClusterSpec.local(2), **{"strategy": "layer", **options})
     report = plan.verify(workload, graph=graph, pool=mended)
     report.raise_if_different()
     assert report.types == "float32"
@@ -267,7 +269,7 @@ def test_parts_of_the_batch_are_shared_where_they_divide(
     torch.manual_seed(0)
     workload = Workload(Picking(pick), {"x": torch.randn(16, 8)})
     graph = as_graph(workload)
-    plan = partition(graph, ClusterSpec.local(4), batch_size=16, **options)
+    plan = partition(graph, ClusterSpec.local(4), batch_size=16, **{"strategy": "layer", **options})
     plan.verify(workload, graph=graph, pool=pool).raise_if_different()
 
 

@@ -60,7 +60,9 @@ def conv() -> Workload:
 
 
 def planned(workload: Workload | OpGraph, ranks: int, **options: Any) -> Plan:
-    return partition(workload, ClusterSpec.local(ranks), batch_size=8, microbatches=2, **options)
+    return partition(
+        workload, ClusterSpec.local(ranks), batch_size=8, microbatches=2, **{"strategy": "layer", **options}
+    )
 
 
 def hybrid(fix: str, **options: Any) -> dict[str, Any]:

@@ -91,7 +91,9 @@ def test_loading_holds_a_ranks_share(stored: str, wanted: str, tmp_path: Path) -
     for width in (NARROW, WIDE[dtype]):
         made = workload(width, dtype)
         pins = {str(layer): layer // (LAYERS // 2) for layer in range(LAYERS)}
-        plan = partition(made, ClusterSpec.local(2), batch_size=4, microbatches=2, pins=pins)
+        plan = partition(
+            made, ClusterSpec.local(2), batch_size=4, microbatches=2, pins=pins, strategy="layer"
+        )
         plans.append(plan.model_dump_json())
         folders.append(str(tmp_path / str(width)))
         Path(folders[-1]).mkdir()

@@ -108,7 +108,13 @@ def plan_of(way: Way, devices: int, device: str) -> Plan:
     """Plan for ``devices`` devices of the kind of ``device``."""
     cluster = ClusterSpec.parse(f"H100-80GB:{devices}" if device.startswith("cuda") else f"local:{devices}")
     given = {"microbatches": 2, **way.options}
-    return partition(workload(way.dtype), cluster, batch_size=SAMPLES, optimizer_memory="sgd", **given)
+    return partition(
+        workload(way.dtype),
+        cluster,
+        batch_size=SAMPLES,
+        optimizer_memory="sgd",
+        **{"strategy": "layer", **given},
+    )
 
 
 def train_planned(plan_json: str, way: Way, device: str) -> list[float]:

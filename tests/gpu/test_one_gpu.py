@@ -85,7 +85,12 @@ def test_a_plan_trains_over_nccl(monkeypatch: pytest.MonkeyPatch) -> None:
 
     workload = Workload(model, batch, loss_fn, "mlp")
     plan = partition(
-        workload, cluster_of(torch.device("cuda")), batch_size=6, microbatches=3, schedule="1f1b"
+        workload,
+        cluster_of(torch.device("cuda")),
+        batch_size=6,
+        microbatches=3,
+        schedule="1f1b",
+        strategy="layer",
     )
     environment = {
         "RANK": "0",

@@ -36,7 +36,7 @@ class Way:
                     microbatches=min(self.microbatches, samples),
                     time_limit_seconds=10.0,
                     optimizer_memory="momentum",
-                    **options,
+                    **{"strategy": "layer", **options},
                 )
             except (UsageError, InfeasibleError):
                 if last == 0:

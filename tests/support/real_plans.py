@@ -34,7 +34,7 @@ def model() -> Any:
 
 
 def planned(cluster: ClusterSpec, batch_size: int = 8, **options: Any) -> Plan:
-    return partition(model(), cluster, batch_size=batch_size, **options)
+    return partition(model(), cluster, batch_size=batch_size, **{"strategy": "layer", **options})
 
 
 def layer() -> Plan:

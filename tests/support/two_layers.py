@@ -19,5 +19,5 @@ def two_layers(widths: tuple[int, int, int], **options: Any) -> Plan:
         ClusterSpec.local(2),
         example_inputs=torch.randn(6, widths[0]),
         loss_fn=lambda output, _: output.square().mean(),
-        **options,
+        **{"strategy": "layer", **options},
     )

@@ -233,7 +233,7 @@ class CutProgram:
 
         ``heads``: the starts to look at; D is infinite elsewhere.
         """
-        problem, state = self.problem, self.levels[k - 1][index]
+        state = self.levels[k - 1][index]
         first = self._first[heads]
         if not len(first):
             nowhere = np.full(self.table.geometry.downsets, np.inf)
@@ -244,18 +244,24 @@ class CutProgram:
         rests = [(paid, rest[self._target[pairs]]) for paid, rest in self._rests(k, state).items()]
         rows: dict[LinkKey | None, FloatArray] = {}
         for charged in (None, *self.charged_into[k - 1][index]):
-            each = [self._stage_cost(state.kind, charged, paid, pairs, full) + rest for paid, rest in rests]
+            each = [
+                self._stage_cost(state.kind, k, charged, paid, pairs, full) + rest for paid, rest in rests
+            ]
             cost = each[0] if len(each) == 1 else np.minimum.reduce(each)
             cost[nowhere] = np.inf
             least = np.full(self.table.geometry.downsets, np.inf)
             least[self._heads[heads]] = np.minimum.reduceat(cost, first - first[0])
             if self.starts is not None:
                 least[~self.starts[k - 1]] = np.inf
-            held = problem.in_flight[k - 1]
-            if held < problem.microbatches:
-                least[least > held * problem.chunks * self._limit] = np.inf
+            least[self._waits_too_long(k, least)] = np.inf
             rows[charged] = least
         return rows
+
+    def _waits_too_long(self, k: int, least: FloatArray) -> BoolArray:
+        """[downsets] whether the k-th stage from the end waits longer than the bottleneck for what is behind it."""
+        held = self.problem.in_flight[k - 1]
+        most = held * self.problem.chunks * self._limit if held < self.problem.microbatches else math.inf
+        return np.asarray(least > most, dtype=bool)
 
     def _unfit(self, kind: int, k: int, pairs: slice) -> tuple[BoolArray | None, BoolArray]:
         """[pairs] as the k-th stage from the end: which compute their blocks again; and which do not fit at all.
@@ -278,9 +284,15 @@ class CutProgram:
         return self._full_at[key]
 
     def _stage_cost(
-        self, kind: int, charged: LinkKey | None, paid: LinkKey | None, pairs: slice, again: BoolArray | None
+        self,
+        kind: int,
+        k: int,
+        charged: LinkKey | None,
+        paid: LinkKey | None,
+        pairs: slice,
+        again: BoolArray | None,
     ) -> FloatArray:
-        """[pairs] seconds of each as a stage, those in ``again`` with a second forward of their blocks."""
+        """[pairs] seconds of each as the k-th stage from the end; those in ``again`` run their blocks forward again."""
         plain = self._cost(kind, False, charged, paid)[pairs]
         return (
             plain if again is None else np.where(again, self._cost(kind, True, charged, paid)[pairs], plain)
@@ -363,7 +375,7 @@ class CutProgram:
             full, nowhere = self._unfit(state.kind, k, pairs)
             found = []
             for paid, rest in self._rests(k, state).items():
-                seconds = self._stage_cost(state.kind, charged, paid, pairs, full) + rest[target]
+                seconds = self._stage_cost(state.kind, k, charged, paid, pairs, full) + rest[target]
                 cost = np.where(nowhere, np.inf, seconds)
                 at = int(np.argmin(cost))
                 found.append((float(cost[at]), int(target[at]), paid, full is not None and bool(full[at])))

@@ -61,6 +61,11 @@ def prepare(graph: OpGraph, costs: GraphCosts, cluster: ClusterSpec, request: La
     )
 
 
+def branches(graph: OpGraph, costs: GraphCosts, cluster: ClusterSpec, request: LayerRequest) -> bool:
+    """Tell whether some part of a model may run beside another: it has splits that no cut of its order makes."""
+    return len(prepare(graph, costs, cluster, request).spaces) > 1
+
+
 def _refuse_too_few_devices(cluster: ClusterSpec, request: LayerRequest) -> None:
     world = len(cluster.devices)
     if request.min_stages is not None and request.min_stages > world:

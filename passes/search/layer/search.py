@@ -26,6 +26,8 @@ from passes.search.layer.options import (
 )
 from passes.search.layer.problem import LayerProblem, Recompute, StageSplit, evaluate
 from passes.search.layer.spaces import Space
+from passes.search.layer.table import StageTable
+from passes.search.layer.together import together
 from passes.search.layer.tuning import TUNING
 from passes.search.model import LayerModel, smallest_share
 from passes.search.words import RecomputeMode
@@ -232,13 +234,24 @@ class LayerSearch:
         if problem.chunks == 1:
             return result
         fitting = tuple(split for split in result.splits if device_overflow(problem, split) <= 0)
-        if fitting or not result.splits:
+        if fitting[:1] == result.splits[:1]:
             return replace(result, splits=fitting)
-        # chunks that fit one by one overflow together: give each an equal share, and keep the weaker
-        # problem's bound
-        kinds = tuple(replace(k, capacity_bytes=k.capacity_bytes / problem.chunks) for k in problem.kinds)
-        strict = run(replace(problem, kinds=kinds))
-        return replace(result, splits=strict.splits, optimal=result.optimal and strict.optimal)
+        # chunks that fit one by one overflow together: give each an equal share, and bound them together
+        optimal = result.optimal
+        if not fitting:
+            kinds = tuple(replace(k, capacity_bytes=k.capacity_bytes / problem.chunks) for k in problem.kinds)
+            strict = run(replace(problem, kinds=kinds))
+            fitting, optimal = strict.splits, optimal and strict.optimal
+        most = min([cutoff / TUNING.slack, *(split.objective_seconds for split in fitting)])
+        bound = result.bound_seconds
+        if bound < most and not problem.pins:
+            table = StageTable(problem, space.geometry)
+            shared, met = together(problem, table, most, deadline)
+            bound = max(bound, shared)
+            fitting += tuple(split for split in met if device_overflow(problem, split) <= 0)
+            fitting = tuple(sorted(fitting, key=lambda split: split.objective_seconds)[: TUNING.keep])
+            bound = min([bound, *(split.objective_seconds for split in fitting)])
+        return replace(result, splits=fitting, bound_seconds=bound, optimal=optimal)
 
     def lower_bound_seconds(self) -> float:
         """Lower bound on the simulated step of any plan of whole ops, in the micro-batch counts of the options."""

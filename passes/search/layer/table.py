@@ -273,6 +273,18 @@ class StageTable:
         """[pairs] the room on the kind for what forwards keep. ``again``: of a stage that computes its blocks again."""
         return self.free_bytes[kind] - (self.working_again_bytes if again else self.working_bytes)
 
+    def used_bytes(self, kind: int, moments: Sequence[Held], *, again: bool) -> FloatArray:
+        """[pairs] what the stage takes of the kind's memory at the fullest of these moments.
+
+        Of what is there while a backward runs a part only: the chunks of a device are in backward one at a time.
+        """
+        full = self.problem.kinds[kind].capacity_bytes * (1 + TUNING.memory_tolerance)
+        held = self.held_again_bytes if again else self.held_bytes
+        working = self.working_again_bytes if again else self.working_bytes
+        kept = np.maximum.reduce([whole * held + weights * self.deferred_bytes for whole, weights in moments])
+        used: FloatArray = full - self.free_bytes[kind] + working / self.problem.chunks + kept
+        return used
+
     def fits(self, kind: int, moments: Sequence[Held], *, again: bool = False) -> BoolArray:
         """[pairs] whether the stage fits the kind's memory at all of these moments.
 

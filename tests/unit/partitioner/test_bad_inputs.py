@@ -84,8 +84,13 @@ FLAGS: list[Case] = [
         ("compute='int8' is not", "'mast' is not one"),
     ),
     (f"plan NET {GOOD} --precision compute=fp16", 2, ("in float16 without a loss scale", "loss_scale=")),
-    (f"plan NET {GOOD} --pin first", 2, ("cannot read --pin", "'first' is not GLOB=STAGE")),
-    (f"plan NET {GOOD} --pin first=one", 2, ("'first=one': the stage 'one' is not a number from 0 up",)),
+    (f"plan NET {GOOD} --pin first", 2, ("cannot read --pin", "'first' is not GLOB=LAYOUT")),
+    (f"plan NET {GOOD} --pin first=one", 2, ("'one' is not R, P, or S and a dimension",)),
+    (
+        f"plan NET {GOOD} --strategy layer --pin first=one",
+        2,
+        ("'first=one': the stage 'one' is not a number from 0 up",),
+    ),
     (f"plan NET {GOOD} --pin first=0 --pin first=1", 2, ("'first' is pinned to stage 0 and to stage 1",)),
     (f"plan NET {GOOD} --pin third=0", 2, ("'third' matches no module path and no op", "for 'third': first")),
     (f"plan NET {GOOD} --pin first=1 --pin second=0", 2, ("reads from linear ('first', stage 1)",)),
@@ -126,8 +131,8 @@ CLUSTERS: list[Case] = [
         "small.yaml",
         4,
         (
-            "error[infeasible]: no layer-wise plan fits 2 devices at batch size 8",
-            "has 1.00 MiB:",
+            "error[infeasible]: Net fits small by no strategy",
+            "has 1.00 MiB",
             "try: devices with more memory",
         ),
     ),
@@ -208,14 +213,20 @@ SHARDINGS: list[Case] = [
             "because: max_stages=2 is about stages",
         ),
     ),
-    (f"plan NET {GOOD} --mesh 2", 2, ('mesh= arranges the devices of strategy "feature"',)),
-    (f"plan NET {GOOD} --pin first=S0", 2, ("the stage 'S0' is not a number",)),
     (
-        f"plan NET {GOOD} --strategy auto --pin first=0 --pin second.weight=S0",
+        f"plan NET {GOOD} --strategy layer --mesh 2",
+        2,
+        ('mesh= arranges the devices of strategy "feature"',),
+    ),
+    (f"plan NET {GOOD} --strategy layer --pin first=S0", 2, ("the stage 'S0' is not a number",)),
+    (f"plan NET {GOOD} --pin first=0 --pin second.weight=S0", 2, ("cannot read the layout '0'",)),
+    (
+        f"plan NET {GOOD} --mesh 2 --min-stages 2 --pin first=0",
         2,
         (
-            'pin \'first\': give the strategy as well, "layer" for stages, "feature" for layouts or "free" for devices',
-            "pin 'second.weight': give",
+            "mesh=(2,) is for strategy feature; no strategy knows all that is given",
+            "min_stages=2 is for strategy layer;",
+            "pin 'first': 0 is for strategy layer or free;",
         ),
     ),
     (
@@ -369,7 +380,7 @@ def files(folder: Path) -> None:
     (folder / "imports.py").write_text("import nosuchpackage")
     (folder / "syntax.py").write_text("def net(:")
     (folder / "script.py").write_text("import sys; sys.exit('usage: me')")
-    plan = partition(net(), ClusterSpec.local(2), batch_size=8).to_dict()
+    plan = partition(net(), ClusterSpec.local(2), batch_size=8, strategy="layer").to_dict()
     (folder / "plan.json").write_text(json.dumps(plan))
     (folder / "half.json").write_text(json.dumps(plan)[:1500])
     sharded = partition(net(), ClusterSpec.local(2), batch_size=8, strategy="feature").to_dict()
@@ -474,14 +485,20 @@ MISUSES: list[tuple[dict[str, Any], str]] = [
     ({"microbatches": "8"}, "the number of micro-batches is '8'"),
     ({"batch_size": 4, "microbatches": 5}, "cannot cut a batch of 4 into 5 micro-batches"),
     ({"microbatches": 5}, "cannot cut a batch of 4 into 5 micro-batches"),
-    ({"pins": {"first": "0"}}, "pin 'first': the stage '0' is not a number"),
+    ({"pins": {"first": "0"}}, "cannot read the layout '0'"),
+    ({"pins": {"first": "0"}, "strategy": "layer"}, "pin 'first': the stage '0' is not a number"),
+    ({"pins": {"first": 1.5}}, "pin 'first': 1.5 is neither a number nor a layout"),
     ({"pins": {"first": -1}}, "stages start at 0"),
     ({"pins": [1]}, "pins is [1], expected places by name"),
     ({"pins": {1: 0}}, "pin 1: expected a text"),
     ({"time_limit_seconds": float("inf")}, "the time limit is inf"),
     ({"strategy": "auto", "schedule": "none"}, "schedule 'none' is not one of"),
-    ({"strategy": "auto", "min_stages": 2}, "strategy 'auto' has its own way"),
-    ({"strategy": "auto", "mesh": (2,)}, "strategy 'auto' has none"),
+    ({"strategy": "hybrid", "min_stages": 2}, "strategy 'hybrid' has its own way"),
+    ({"strategy": "hybrid", "mesh": (2,)}, "strategy 'hybrid' has none"),
+    (
+        {"mesh": (2,), "objective": "latency"},
+        "objective='latency' is for strategy free; no strategy knows all",
+    ),
     ({"batch_dims": {"z": 0}}, "z"),
 ]
 
@@ -499,6 +516,6 @@ def test_a_trace_cannot_be_deployed() -> None:
     from partitioner import trace
 
     workload = net()
-    plan = partition(workload, TWO, batch_size=8)
+    plan = partition(workload, TWO, batch_size=8, strategy="layer")
     with pytest.raises(UsageError, match="weights are needed"):
         plan.deploy(trace(workload.model, workload.example_inputs))

@@ -523,6 +523,7 @@ def test_a_saved_plan_lists_its_own_ops(tmp_path: Path) -> None:
         ClusterSpec.parse("A100-80GB:1"),
         batch_size=6,
         microbatches=1,
+        strategy="layer",
     )
     plan.save(tmp_path / "plan.json")
     listed = [case.name for case in planned_cases(tmp_path / "plan.json", False, plan.cluster)]

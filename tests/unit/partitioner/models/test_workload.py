@@ -23,7 +23,11 @@ def batch() -> dict[str, Tensor]:
 
 def made() -> tuple[nn.Module, dict[str, Tensor], Plan]:
     model, example = nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 2)), batch()
-    return model, example, partition(model, ClusterSpec.local(1), example_inputs=example, loss_fn=loss_fn)
+    return (
+        model,
+        example,
+        partition(model, ClusterSpec.local(1), example_inputs=example, loss_fn=loss_fn, strategy="layer"),
+    )
 
 
 def test_what_was_given_is_not_replaced() -> None:
@@ -63,7 +67,7 @@ def test_it_stays_in_the_process_and_out_of_comparisons() -> None:
     for elsewhere in (loaded, copy.deepcopy(plan)):
         assert elsewhere == plan
         assert elsewhere._made_with.completed(model, {}) == {}
-    from_trace = partition(trace(model, example, loss_fn=loss_fn), ClusterSpec.local(1))
+    from_trace = partition(trace(model, example, loss_fn=loss_fn), ClusterSpec.local(1), strategy="layer")
     assert from_trace._made_with.completed(model, {}) == {}
     assert '"made_with"' not in plan.model_dump_json()
     assert "made_with=" not in repr(plan)

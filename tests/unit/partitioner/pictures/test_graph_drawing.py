@@ -50,7 +50,11 @@ class Net(nn.Module):
 
 def planned(**options: Any) -> Plan:
     return partition(
-        Net(6), ClusterSpec.parse("A100-40GB:2"), example_inputs=torch.zeros(8, 8), batch_size=8, **options
+        Net(6),
+        ClusterSpec.parse("A100-40GB:2"),
+        example_inputs=torch.zeros(8, 8),
+        batch_size=8,
+        **{"strategy": "layer", **options},
     )
 
 

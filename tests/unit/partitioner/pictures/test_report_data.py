@@ -55,7 +55,7 @@ def plans() -> dict[str, Plan]:
 
     def planned(devices: int, **options: Any) -> Plan:
         given = {"batch_size": 8, "check": "off", "time_limit_seconds": 5.0, **options}
-        return partition(graph, ClusterSpec.local(devices), **given)
+        return partition(graph, ClusterSpec.local(devices), **{"strategy": "layer", **given})
 
     return {
         "pipeline": planned(2, min_stages=2, schedule="zb-v", microbatches=4),

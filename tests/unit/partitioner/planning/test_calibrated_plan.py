@@ -46,7 +46,7 @@ def graph() -> OpGraph:
 
 
 def test_a_saved_plan_simulates_as_it_was_predicted(graph: OpGraph) -> None:
-    plan = partition(graph, calibrated(), batch_size=8, microbatches=4, schedule="1f1b")
+    plan = partition(graph, calibrated(), batch_size=8, microbatches=4, schedule="1f1b", strategy="layer")
     assert plan.prediction.confidence == "calibration of a test"
     again = Plan.from_json(plan.model_dump_json())
     assert again.cluster == plan.cluster

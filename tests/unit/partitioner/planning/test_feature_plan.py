@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ import torch
 from cost_models.cluster import ClusterSpec
 from cost_models.errors import UsageError
 from partitioner import Plan, partition
+from partitioner.planning.options import PlanOptions
 from passes.trace.trace import trace
 from runtime.program.program import ReduceGradients
 from tests.distributed.sharded_models import Gpt, Mlp, gpt_batch
@@ -116,9 +118,24 @@ def test_devices_that_slow_a_sharding_down_are_left_out() -> None:
     assert plan.prediction.step_seconds < whole.prediction.step_seconds
 
 
+class Towers(torch.nn.Module):
+    """Two stacks that need not wait for each other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.towers = torch.nn.ModuleList(
+            torch.nn.Sequential(*(torch.nn.Linear(512, 512) for _ in range(3))) for _ in range(2)
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        first, second = self.towers
+        return (first(x) + second(x)).square().mean()  # type: ignore[no-any-return]
+
+
 def test_auto_is_hybrid_then_free_and_says_in_two_sentences_why() -> None:
+    graph = trace(Towers(), (torch.randn(2, 512),), loss_fn=lambda loss, _: loss)
     plan = partition(
-        GRAPH, ClusterSpec.parse("A100-40GB:2"), batch_size=8, strategy="auto", time_limit_seconds=10
+        graph, ClusterSpec.parse("A100-40GB:2"), batch_size=64, microbatches=1, time_limit_seconds=10
     )
     other = plan.alternatives[0]
     assert {plan.strategy, other.strategy.split(",")[0]} == {"hybrid", "free"}
@@ -131,6 +148,51 @@ def test_auto_is_hybrid_then_free_and_says_in_two_sentences_why() -> None:
     assert "the best pipeline of single devices" in first or "no pipeline of single devices" in first
     assert "free" in second
     assert "tensor parallelism" not in str(plan)
+
+
+def test_auto_answers_once_the_plan_is_proved_good_enough() -> None:
+    plan = partition(GRAPH, ClusterSpec.parse("A100-40GB:2"), batch_size=8)
+    assert plan.strategy == "hybrid"
+    assert plan.certificate.gap <= 0.01
+    assert plan.notes[1] == (
+        "Placements op by op were not looked for: this one is proved to be within 1.0% of the best pipelines and "
+        "shardings."
+    )
+    assert not [other for other in plan.alternatives if other.strategy.startswith("free")]
+
+
+@pytest.mark.parametrize(
+    ("options", "strategies"),
+    [
+        ({}, ("hybrid", "free")),
+        ({"schedule": "1f1b"}, ("hybrid",)),
+        ({"fix": "data=2"}, ("hybrid",)),
+        ({"objective": "latency"}, ("free",)),
+        ({"max_stages": 1}, ("layer",)),
+        ({"pins": {"*": 0}}, ("layer",)),
+        ({"pins": {"*": 0}, "splits": {}}, ("free",)),
+        ({"pins": {"*": "data"}}, ("feature",)),
+        ({"pins": {"*": "data"}, "fix": "data=2"}, ("hybrid",)),
+        ({"mesh": (2,)}, ("feature",)),
+        ({"mesh": (2,), "max_stages": 1}, ()),
+        ({"strategy": "layer"}, ("layer",)),
+    ],
+    ids=str,
+)
+def test_auto_plans_by_the_strategies_that_know_what_is_given(
+    options: dict[str, Any], strategies: tuple[str, ...]
+) -> None:
+    assert PlanOptions(**options).searched == strategies
+
+
+def test_auto_has_twenty_seconds_and_one_percent_a_strategy_alone_sixty() -> None:
+    def limits(**options: Any) -> set[tuple[float | None, float]]:
+        requests = PlanOptions(**options).requests(GRAPH, GRAPH.precision)
+        return {(request.time_limit_seconds, request.gap) for request in requests}
+
+    assert limits() == {(20.0, 0.01)}
+    assert limits(time_limit_seconds=3.0) == {(3.0, 0.01)}
+    assert limits(strategy="hybrid") == limits(pins={"*": 0}) == {(60.0, 0.0)}
 
 
 def test_what_other_meshes_would_cost_is_told() -> None:

@@ -48,7 +48,7 @@ SPLIT = {"left": (12, 4)}
 
 def made(cluster: ClusterSpec = TWO, **options: Any) -> Plan:
     fixed: dict[str, Any] = {"strategy": "free", "batch_size": 8, "time_limit_seconds": 0.3}
-    return partition(GRAPH, cluster, **{**fixed, **options})
+    return partition(GRAPH, cluster, **{"strategy": "layer", **fixed, **options})
 
 
 @pytest.fixture(scope="module")
@@ -151,7 +151,7 @@ def test_a_tuple_is_taken_apart_where_it_was_made() -> None:
 
 def test_latency_runs_the_batch_in_one_piece_and_never_slower_than_layers() -> None:
     plan = made(objective="latency")
-    layers = partition(GRAPH, TWO, batch_size=8, microbatches=1)
+    layers = partition(GRAPH, TWO, batch_size=8, microbatches=1, strategy="layer")
     assert plan.microbatches == 1
     assert plan.prediction.step_seconds <= layers.prediction.step_seconds * (1 + 1e-12)
     assert made(objective="latency", microbatches=2, pins={"*": 0}).microbatches == 2
@@ -162,7 +162,7 @@ def test_never_slower_than_layers_whatever_the_devices(cluster: str) -> None:
     machine = ClusterSpec.parse(cluster)
     plan = made(machine)
     same(plan)
-    layers = partition(GRAPH, machine, batch_size=8)
+    layers = partition(GRAPH, machine, batch_size=8, strategy="layer")
     assert plan.prediction.step_seconds <= layers.prediction.step_seconds * (1 + 1e-12)
     assert plan.certificate.bound_seconds <= plan.certificate.objective_seconds * (1 + 1e-9)
     assert plan.certificate.simulated_lower_bound_seconds <= plan.prediction.step_seconds

@@ -81,6 +81,7 @@ def test_a_layer_per_device(layers: int) -> None:
         microbatches=4,
         pins={f"layers.{n}": n for n in range(layers)},
         schedule="1f1b",
+        strategy="layer",
     )
     sends = [i for program in plan_programs(plan) for i in program.instructions if isinstance(i, Send)]
     assert len(plan.stages) == layers

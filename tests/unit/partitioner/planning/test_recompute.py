@@ -55,7 +55,7 @@ def graph() -> OpGraph:
 
 def planned(graph: OpGraph, memory: str | None = None, **options: Any) -> Plan:
     wanted = {"batch_size": 8192, "microbatches": 4, "schedule": "1f1b", **options}
-    return partition(graph, ClusterSpec.local(2, memory=memory), **wanted)
+    return partition(graph, ClusterSpec.local(2, memory=memory), **{"strategy": "layer", **wanted})
 
 
 def recomputed(plan: Plan) -> list[str]:
@@ -162,7 +162,7 @@ def test_a_plan_with_blocks_that_the_model_does_not_have_is_refused(graph: OpGra
 
 def sharded(graph: OpGraph, memory: str | None = None, **options: Any) -> Plan:
     wanted = {"batch_size": 8192, "microbatches": 4, "strategy": "feature", "mesh": (2,), **options}
-    return partition(graph, ClusterSpec.local(2, memory=memory), **wanted)
+    return partition(graph, ClusterSpec.local(2, memory=memory), **{"strategy": "layer", **wanted})
 
 
 def test_a_sharding_that_fits_is_planned_as_without(graph: OpGraph) -> None:

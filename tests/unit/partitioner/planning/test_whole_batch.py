@@ -67,7 +67,7 @@ WAYS: Mapping[str, Mapping[str, Any]] = {
 
 
 def made(model: type[nn.Module], **options: Any) -> Plan:
-    return partition(graph_of(model), slow(), batch_size=16, **options)
+    return partition(graph_of(model), slow(), batch_size=16, **{"strategy": "layer", **options})
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -118,8 +118,8 @@ def test_where_the_whole_does_not_fit_the_way_out_is_named(strategy: str) -> Non
     # Pairs of all samples grow with the square of the batch: cut, it takes less time, not only less memory.
     wanted: dict[str, Any] = {"batch_size": 2048, "optimizer_memory": "sgd", "strategy": strategy}
     with pytest.raises(InfeasibleError) as caught:
-        partition(graph, slow("28MiB"), **wanted)
+        partition(graph, slow("28MiB"), **{"strategy": "layer", **wanted})
     error = caught.value
     assert error.because[-1].startswith("the batch stays in one micro-batch, for loss couples samples at mat")
-    plan = partition(graph, slow("28MiB"), **wanted, micro_couplings=True)
+    plan = partition(graph, slow("28MiB"), **{"strategy": "layer", **wanted}, micro_couplings=True)
     assert error.suggestions[0].startswith(f"{OPTION}: {plan.microbatches:,} micro-batches would take ")

@@ -95,7 +95,7 @@ def test_baselines_say_whether_they_fit() -> None:
     small["nodes"][0]["device"] = {"preset": "A100-40GB", "memory": "5MiB", "memory_reserved": 0}
     wide = Workload(Net(60_000), batch())
     found = partition(
-        wide, ClusterSpec.model_validate(small), batch_size=16, optimizer_memory="none"
+        wide, ClusterSpec.model_validate(small), batch_size=16, optimizer_memory="none", strategy="layer"
     ).alternatives
     reasons = {other.strategy: (other.feasible, other.reason) for other in found}
     assert not reasons["one device"][0]
@@ -106,13 +106,15 @@ def test_baselines_say_whether_they_fit() -> None:
 def test_training_nothing_is_noted() -> None:
     model = Net()
     model.requires_grad_(False)
-    frozen = partition(model, TWO, example_inputs=batch(), batch_size=4)
+    frozen = partition(model, TWO, example_inputs=batch(), batch_size=4, strategy="layer")
     assert "nothing is trained: no parameter requires a gradient" in frozen.notes
 
 
 def test_inputs_that_the_model_does_not_read_are_no_tokens() -> None:
     inputs = {"x": torch.randn(4, 4), "ids": torch.zeros(4, 7, dtype=torch.long)}
-    made = partition(NoLoss(), TWO, example_inputs=inputs, loss_fn=lambda out, _: out.sum(), batch_size=4)
+    made = partition(
+        NoLoss(), TWO, example_inputs=inputs, loss_fn=lambda out, _: out.sum(), batch_size=4, strategy="layer"
+    )
     assert made.prediction.tokens_per_second is None
 
 
@@ -126,7 +128,7 @@ def test_an_image_of_labels_is_no_text() -> None:
             return nn.functional.cross_entropy(self.conv(x), mask)
 
     inputs = {"x": torch.randn(4, 1, 6, 6), "mask": torch.zeros(4, 6, 6, dtype=torch.long)}
-    made = partition(Segment(), TWO, example_inputs=inputs, batch_size=4)
+    made = partition(Segment(), TWO, example_inputs=inputs, batch_size=4, strategy="layer")
     assert made.prediction.tokens_per_second is None
 
 

@@ -58,7 +58,9 @@ def squared(output: Tensor, batch: Any) -> Tensor:
 
 def planned(workload: Workload, batch_size: int, **options: Any) -> tuple[Plan, OpGraph]:
     graph = as_graph(workload, batch_dims=options.pop("batch_dims", None))
-    return partition(graph, ClusterSpec.local(1), batch_size=batch_size, **options), graph
+    return partition(
+        graph, ClusterSpec.local(1), batch_size=batch_size, **{"strategy": "layer", **options}
+    ), graph
 
 
 def prototypes() -> Workload:
@@ -137,7 +139,7 @@ def test_a_model_that_fails_in_float64_under_a_precision_is_refused() -> None:
     """In its own types it would be compared; with which a plan in others has nothing to do."""
     workload = Workload(Narrow(), {"x": torch.randn(8, 6)}, squared)
     options: dict[str, Any] = {"batch_size": 8, "precision": Precision(gradients=torch.float32)}
-    plan = partition(workload, ClusterSpec.local(1), **options)
+    plan = partition(workload, ClusterSpec.local(1), **{"strategy": "layer", **options})
     with pytest.raises(ModelError) as caught:
         plan.verify(workload)
     assert "our call, with its tensors widened: TypeError: only float32" in str(caught.value)

@@ -484,7 +484,13 @@ def test_the_check_is_a_pass_with_its_seconds_and_runs_once_per_trace() -> None:
 
 def test_partition_refuses_too() -> None:
     with pytest.raises(ModelError, match="at every call"):
-        partition(Model(counting), ClusterSpec.local(2), example_inputs=torch.randn(8, 6), loss_fn=squared)
+        partition(
+            Model(counting),
+            ClusterSpec.local(2),
+            example_inputs=torch.randn(8, 6),
+            loss_fn=squared,
+            strategy="layer",
+        )
 
 
 @torch.library.custom_op("partitioner_tests::doubled", mutates_args=())

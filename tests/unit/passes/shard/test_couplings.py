@@ -225,7 +225,9 @@ def test_bundled_models_have_no_coupling(name: str) -> None:
 def test_a_plan_says_it_once_and_only_with_micro_batches() -> None:
     workload = Workload(Small(info_nce), (torch.randn(4, 6),))
     cluster = ClusterSpec.local(2)
-    plans = [partition(workload, cluster, batch_size=8, microbatches=count) for count in (1, 2)]
+    plans = [
+        partition(workload, cluster, batch_size=8, microbatches=count, strategy="layer") for count in (1, 2)
+    ]
     found = [[note for note in plan.notes if "micro-batch" in note] for plan in plans]
     assert found[0] == []
     (note,) = found[1]

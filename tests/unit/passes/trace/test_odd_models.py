@@ -282,10 +282,10 @@ def test_a_plan_never_cuts_below_what_the_model_accepts() -> None:
     model = nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Linear(6, 3))
     workload, cluster = Workload(model, torch.randn(8, 6), squared), ClusterSpec.local(2)
     for batch in (2, 3, 8):
-        plan = partition(workload, cluster, batch_size=batch)
+        plan = partition(workload, cluster, batch_size=batch, strategy="layer")
         assert batch // plan.microbatches >= 2
     with pytest.raises(UsageError, match=r"batch_norm in module 1 needs 2 samples") as caught:
-        partition(workload, cluster, batch_size=7, microbatches=4)
+        partition(workload, cluster, batch_size=7, microbatches=4, strategy="layer")
     assert "at most 3 micro-batches" in str(caught.value)
     with pytest.raises(UsageError, match="a batch of 2 samples or more"):
-        partition(workload, cluster, batch_size=1)
+        partition(workload, cluster, batch_size=1, strategy="layer")

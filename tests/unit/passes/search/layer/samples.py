@@ -138,7 +138,7 @@ def brute_force(problem: LayerProblem) -> StageSplit | None:
     best: StageSplit | None = None
     n = problem.structure.units
     for p in range(1, problem.max_stages + 1):
-        for stage_of in _monotone(problem, n, p):
+        for stage_of in monotone(problem, n, p):
             for kinds in product(range(len(problem.kinds)), repeat=p):
                 split = evaluate(problem, stage_of, kinds)
                 if violations(problem, split):
@@ -148,7 +148,8 @@ def brute_force(problem: LayerProblem) -> StageSplit | None:
     return best
 
 
-def _monotone(problem: LayerProblem, n: int, p: int) -> Iterator[tuple[int, ...]]:
+def monotone(problem: LayerProblem, n: int, p: int) -> Iterator[tuple[int, ...]]:
+    """Yield the stages of all units in which no stage is empty and no edge goes back."""
     for stage_of in product(range(p), repeat=n):
         if set(stage_of) == set(range(p)) and all(
             stage_of[u] <= stage_of[v] for u, v in problem.structure.edges
