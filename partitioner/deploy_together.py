@@ -41,7 +41,7 @@ def deploy(
         checked = {} if meeting.rank == 0 else {"check": "off"}  # one rank's comparison is enough
         graph = as_graph(workload, **{**tracing, **checked})
     # The search keeps its own limit; describing and proving the plan come on top.
-    limit = planning.get("time_limit_seconds", 0.0) + meeting.timeout_seconds
+    limit = (planning.get("time_limit_seconds") or 0.0) + meeting.timeout_seconds
     plan = plan_together(meeting, lambda: partition(graph, cluster, **planning), limit)
     return deploy_plan(plan, workload, graph=graph, **deploying)
 

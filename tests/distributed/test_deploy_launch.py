@@ -212,7 +212,8 @@ def test_what_cannot_be_planned_is_refused_everywhere_alike(pool: WorkerPool) ->
 def plan_a_tiny_model(options: Mapping[str, Any]) -> tuple[Result, str]:
     """One that two ranks make slower."""
     cluster = ClusterSpec.local(2)
-    with deploy(workload(), cluster, batch_size=7, timeout_seconds=20.0, **OPTIONS, **options) as engine:
+    layers = {"strategy": "layer", "timeout_seconds": 20.0, **OPTIONS, **options}
+    with deploy(workload(), cluster, batch_size=7, **layers) as engine:
         return trained(engine), engine.plan.certificate.space
 
 
