@@ -51,7 +51,7 @@ def test_the_signature_of_partition() -> None:
     assert list(parameters)[:2] == ["model", "cluster"]
     assert all(p.kind is p.KEYWORD_ONLY for p in list(parameters.values())[2:])
     defaults = {name: p.default for name, p in parameters.items()}
-    assert defaults["strategy"] == "layer"
+    assert defaults["strategy"] == "auto"
     assert defaults["schedule"] == defaults["microbatches"] == "auto"
     assert defaults["optimizer_memory"] == "adamw"
 

@@ -128,9 +128,13 @@ class _PricedProgram(CutProgram):
         return super()._stage_cost(kind, k, charged, paid, pairs, again) + self.price * used
 
     def trace(self, end: End) -> _PricedSplit:  # type: ignore[override]
-        """Return the split that the last ``solve`` found, at its priced surrogate."""
+        """Return the split that the last ``solve`` found, at its priced surrogate.
+
+        One that takes more than there is says nothing about shorter bottlenecks than that it was found for.
+        """
         split = super().trace(end)
-        bottleneck = min(split.bottleneck_seconds, self._limit)
+        fits = self._taken_bytes(split) <= self.capacity_bytes
+        bottleneck = min(split.bottleneck_seconds, self._limit) if fits else self._limit
         total = split.total_seconds + self.price * (self._taken_bytes(split) - self.capacity_bytes)
         return _PricedSplit(split, self.fill * total + self.bottleneck_weight * bottleneck, bottleneck)
 
