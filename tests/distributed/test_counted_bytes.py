@@ -132,9 +132,7 @@ SHOWN = [
     "gpt vocabulary",
     "mlp zero 1 and column row",
     "gpt as searched",
-    "gpt zero 3, blocks again",
     "gpt zero 3, gathered again",
-    "gpt sequence, blocks again",
     "gpt data and column row, blocks again",
 ]
 

@@ -17,12 +17,17 @@ from tests.gpu.one_device import (
     train_profiled,
     train_saved,
 )
+from tests.support.matrix import thinned
 
 ON_A_CPU = [name for name in WAYS if name != "compiled"]
 """Compiling takes a minute for each; ``test_deploy.py`` compiles segments on a CPU."""
 
 
-@pytest.mark.parametrize("name", ON_A_CPU)
+SHOWN = ["layer", "free", "float64", "bfloat16 under autocast", "float16 with loss scaling"]
+"""On one device the strategies that shard have the plan of the first."""
+
+
+@pytest.mark.parametrize("name", thinned(ON_A_CPU, SHOWN))
 def test_a_plan_trains_as_plain_pytorch_does(name: str, pool: WorkerPool) -> None:
     way = WAYS[name]
     plan = plan_of(way, 1, "cpu")

@@ -273,8 +273,6 @@ SHOWN = [
     "sizes split",
     "conv batch and channels",
     "fused heads",
-    "gpt column row",
-    "gpt zero 1",
     "gpt zero 3 and sequence",
     "gpt batch and vocabulary",
 ]

@@ -185,7 +185,7 @@ def check(seed: int, plans: tuple[Plan, Plan], pool: WorkerPool, folder: str = "
     ("how", "seed"),
     thinned(
         [(how, seed) for how, seeds in SEEDS.items() for seed in seeds],
-        [(how, seeds[0]) for how, seeds in SEEDS.items()],
+        [(how, seeds[0]) for how, seeds in SEEDS.items() if how not in ("zero3", "column_row")],
     ),
 )
 def test_training_and_verification_follow_the_shared_memory(how: str, seed: int, pool: WorkerPool) -> None:

@@ -28,7 +28,7 @@ KINDS = ("one", "replicas", "tensor", "both", "interleaved")
 """Groups of one device; of replicas; of shards; of both; stages that go round and round."""
 ROOMS = (1.0, 1.1, 1.4)
 """Times the least memory that a pipeline is found for."""
-SHOWN = [("gpt2", "both"), ("t5", "interleaved"), ("mixtral", "tensor"), ("unet", "replicas")]
+SHOWN = [("gpt2", "both"), ("llama-8b", "interleaved"), ("mixtral", "tensor"), ("unet", "replicas")]
 
 
 @cache
