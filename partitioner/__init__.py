@@ -100,8 +100,9 @@ def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module 'partitioner' has no attribute {name!r}")
     from partitioner.unforeseen import versions_named
+    from runtime.collector import collector_paused
 
-    with versions_named():
+    with versions_named(), collector_paused():  # the collector would walk all of torch's objects again and again
         return getattr(import_module(_MODULES.get(name, "cost_models.errors")), name)
 
 
