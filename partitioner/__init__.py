@@ -102,7 +102,8 @@ def __getattr__(name: str) -> Any:
     from partitioner.unforeseen import versions_named
     from runtime.collector import collector_paused
 
-    with versions_named(), collector_paused():  # the collector would walk all of torch's objects again and again
+    # The collector would walk all of torch's objects again and again.
+    with versions_named(), collector_paused():
         return getattr(import_module(_MODULES.get(name, "cost_models.errors")), name)
 
 

@@ -59,11 +59,13 @@ def plans_folder() -> Path | None:
 
 
 def plan_key(model: str, arguments: Mapping[str, object]) -> str | None:
-    """Return the key of the plan that a call makes; None if not everything that it follows from is known.
+    """Return the key of the plan that a call makes; None if it is not stored, or follows from more than is known.
 
     ``arguments``: all others that decide about the plan, as they were given.
     """
-    if (":" in model and not model.startswith("hf:")) or any(find_spec(name) is None for name in _LIBRARIES):
+    if (":" in model and not model.startswith("hf:")) or plans_folder() is None:
+        return None
+    if any(find_spec(name) is None for name in _LIBRARIES):
         return None
     texts = [model.removeprefix("hf:"), *(text for text in arguments.values() if isinstance(text, str))]
     try:
