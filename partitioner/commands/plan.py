@@ -92,10 +92,10 @@ def plan(
     with progress("importing torch", quiet=quiet), collector_paused():
         from partitioner.commands.plan_model import out_of_time, plan_model
     made = plan_model(model, arguments, output, timings=timings, quiet=quiet, json=json)
-    if stopped := out_of_time(made, time_limit):
-        in_its_own_time = strategy == "auto" and time_limit is None
-        interrupted = made.certificate.solver_status == "interrupted"
-        return 0 if in_its_own_time and not interrupted else report(stopped)
+    interrupted = made.certificate.solver_status == "interrupted"
+    in_its_own_time = strategy == "auto" and time_limit is None and not interrupted
+    if (stopped := out_of_time(made, time_limit)) and not in_its_own_time:
+        return report(stopped)
     if key is not None:
         width = terminal_width()
         with text_within(width):

@@ -4,7 +4,8 @@
                                                            store_plan  ◄─ the plan that was searched for
 
 The key holds everything that the plan follows from. A model of the user's own (``file.py:factory``) has none: its code may
-read anything. A plan that the time limit or Ctrl-C ended is not stored, for the next search may find a better one.
+read anything. A plan that a given time limit or Ctrl-C ended is not stored, for the next search may find a better one;
+what the default strategy finds in its own time is.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ from partitioner.planning import stored_plans
 from partitioner.planning.stored_plans import CACHE, StoredPlan, plan_key, store_plan, stored_plan
 
 TINY = ["gpt2", "--set", "size=tiny", "--set", "layers=1"]
-CALL = ["plan", *TINY, "--cluster", "H100-80GB:2", "--batch-size", "8"]
+CALL = ["plan", *TINY, "--strategy", "layer", "--cluster", "H100-80GB:2", "--batch-size", "8"]
 PLAN = StoredPlan('{"a": 1}\n', "a table", 80)
 Capture = pytest.CaptureFixture[str]
 
