@@ -22,7 +22,7 @@ from passes.graph.graph import OpGraph
 from passes.search.feature.options import Options
 from passes.search.feature.place import FeatureRequest, FeatureResult, place_features
 from passes.search.feature.result import assemble
-from passes.search.hybrid.cuts import stages_at_borders
+from passes.search.hybrid.fixed import stages_at_borders
 from runtime.schedules import SCHEDULES
 
 GROUPS = (

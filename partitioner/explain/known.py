@@ -12,7 +12,7 @@ from cost_models.units import format_bytes, format_seconds, percent
 from partitioner.record.modules import shorten
 from partitioner.report.sharding import devices_text
 from partitioner.report.table import PROVED
-from passes.search.words import BY_HAND, STRATEGY_WORDS
+from passes.search.words import FIXED, STRATEGY_WORDS
 
 if TYPE_CHECKING:
     from partitioner.record.data import PlanData
@@ -85,7 +85,7 @@ def with_model(plan: PlanData) -> str | None:
 
 def _why_cut(plan: PlanData) -> str:
     certificate = plan.certificate
-    if certificate.solver_status == BY_HAND:
+    if FIXED in certificate.space:
         return "groups and degrees were fixed by hand; what was not is cut between blocks, so that groups are equally busy"
     text = "each device has one contiguous run of the program; where runs are cut was decided for all ops together: "
     if certificate.gap < PROVED:

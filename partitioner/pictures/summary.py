@@ -14,7 +14,7 @@ from partitioner.report.intervals import chance_text, peak_text, step_text, supp
 from partitioner.report.sharding import named_devices
 from partitioner.report.table import PROVED, microbatch_text, shape_text, strategy_text
 from partitioner.report.text import rate_text
-from passes.search.words import BY_HAND, STRATEGY_WORDS
+from passes.search.words import FIXED, STRATEGY_WORDS
 
 
 def summary_data(plan: PlanData, lanes: Lanes) -> dict[str, Any]:
@@ -130,7 +130,7 @@ def _fullest(plan: PlanData) -> dict[str, Any]:
 def _why(plan: PlanData) -> Iterator[str]:
     words = STRATEGY_WORDS.get(plan.strategy)
     kind = plan.strategy if words is None else words.adverb
-    if plan.certificate.solver_status == BY_HAND:
+    if FIXED in plan.certificate.space:
         yield "Its groups of devices were fixed by hand; the search filled in what was left open."
     else:
         yield f"It is the fastest {kind} plan found that fits the devices' memory."

@@ -242,7 +242,8 @@ class _ProviderRuns:
 
     def _certificate(self, provider: Provider[Any], valued: Valued, *, interrupted: bool) -> Certificate:
         """About the families of all providers that ran, on the whole cluster and on parts of it."""
-        proved = [own.proved() for own in self.ran if not isinstance(own, OnPart)]
+        every = [own.proved() for own in self.ran if not isinstance(own, OnPart)]
+        proved = [own for own in every if own.space]
         floor_of = {part.ranks: part.floor_seconds for part in self.searched}
         on_parts = [
             max(own.proved().bound_seconds, floor_of[own.ranks])

@@ -4,7 +4,7 @@ strategy    families of pipelines (``passes.search.provider``)
 layer       stages on single devices, cut anywhere
 feature     one stage, sharded over all devices in any way
 hybrid      stages on device groups; then both of the above, as far as they may be faster
-hybrid, something fixed        what is fixed, filled in (``passes.search.hybrid.fixed``)
+hybrid, something fixed        the first of these, restricted (``passes.search.hybrid.fixed``)
 
 Each of them looks at the whole cluster, then at its parts (``passes.search.parts``), as far as they may be faster.
 """
@@ -15,6 +15,7 @@ import math
 import time
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from cost_models.cluster import ClusterSpec
@@ -25,11 +26,10 @@ from passes.graph.graph import OpGraph
 from passes.search.fastest import fastest_of
 from passes.search.feature.place import FeatureRequest
 from passes.search.feature.provider import MeshProvider
-from passes.search.hybrid.fixed import place_fixed
 from passes.search.hybrid.provider import GroupsProvider
 from passes.search.hybrid.request import HybridRequest
 from passes.search.hybrid.search import GroupSearch
-from passes.search.judge import Judge
+from passes.search.judge import Judge, Simulated
 from passes.search.layer.provider import LayerProvider
 from passes.search.layer.request import LayerRequest
 from passes.search.outcome import Outcome
@@ -55,9 +55,9 @@ def place_stages(
     """
     limit = request.time_limit_seconds
     deadline = math.inf if limit is None else time.perf_counter() + limit
-    if isinstance(request, HybridRequest) and not request.open:
-        return place_fixed(graph, costs, cluster, request, judge)
     groups = _groups(judge, request) if isinstance(request, HybridRequest) else None
+    if groups is not None and groups.search.fixed is not None:
+        groups.plan = partial(_planned, judge, deadline)
     discovery = Discovery.stored()
     providers = _providers(judge, request, groups, discovery)
     return fastest_of(
@@ -66,11 +66,23 @@ def place_stages(
 
 
 def _groups(judge: Judge, request: HybridRequest) -> GroupsProvider:
-    blocks = of_activations(request.fix.recompute or request.recompute)
+    recompute = of_activations(request.fix.recompute or request.recompute)
     search = GroupSearch(
-        judge.graph, judge.costs, judge.cluster, request.job, request.microbatches, request.schedule, blocks
+        judge.graph,
+        judge.costs,
+        judge.cluster,
+        request.job,
+        request.microbatches,
+        request.schedule,
+        recompute,
     )
+    search = search if request.open else search.fixing(request)
     return GroupsProvider(search, judge, request.fix.one_queue(judge.cluster))
+
+
+def _planned(judge: Judge, deadline: float, request: HybridRequest) -> Simulated:
+    """Plan a request in which other things are fixed than in one of which nothing fits."""
+    return fastest_of(_fixed(request, _groups(judge, request)), judge, deadline).best
 
 
 def _parts(
@@ -79,6 +91,8 @@ def _parts(
     """Yield the parts of the cluster that a plan may make do with; none where its devices are fixed, no device alone where
     layouts are: they would say nothing there."""
     if isinstance(request, FeatureRequest) and request.mesh is not None:
+        return
+    if isinstance(request, HybridRequest) and not request.open:
         return
     costs, cluster = judge.costs, judge.cluster
     work: dict[Device, float] = {}
@@ -110,6 +124,8 @@ def _providers(
     if isinstance(request, FeatureRequest):
         return [MeshProvider(judge, request, discovery)]
     assert groups is not None
+    if not request.open:
+        return _fixed(request, groups)
     job, counts, recompute = request.job, request.microbatches, request.fix.recompute or request.recompute
     single = LayerRequest(
         job, microbatches=counts, schedule=request.schedule, recompute=of_activations(recompute)
@@ -120,3 +136,27 @@ def _providers(
         mesh = FeatureRequest(job, microbatches=counts, recompute=recompute)
         found.append(MeshProvider(judge, mesh, discovery))
     return found
+
+
+def _fixed(request: HybridRequest, groups: GroupsProvider) -> list[Provider[Any]]:
+    """List what fills in the rest: the search itself, and restrictions of it that may simulate better than it reckons.
+
+    gathers                              if memory is short: parameters gathered again in backward
+    zero=1, zero=3, all blocks again     if nothing fits: the leanest, however little they save
+    """
+    search, fix = groups.search, request.fix
+    assert search.fixed is not None
+    recompute, degrees = fix.recompute or request.recompute, search.fixed.degrees
+    replicated = any(run.replicas > 1 for option in search.options() for run in option.runs)
+    found: list[Provider[Any]] = [groups]
+
+    def keeping(zero: int) -> GroupSearch:
+        return search.fixing(replace(request, fix=replace(fix, zero=zero)))
+
+    open_zero = fix.zero is None and replicated and degrees.tensor is not None
+    if recompute == "auto" and any(len(group) > 1 for group in degrees.groups):
+        gathers = replace(search, gathers=True)
+        found.append(replace(groups, search=gathers, only_if="short of memory", beside=groups))
+    leanest = [keeping(zero) for zero in (1, 3)] if open_zero else []
+    leanest += [replace(search, recompute="full")] if recompute == "auto" else []
+    return [*found, *(replace(groups, search=lean, only_if="nothing fits") for lean in leanest)]

@@ -19,7 +19,10 @@ def of_activations(mode: RecomputeMode) -> RecomputeMode:
 
 
 BY_HAND = "fixed by hand"
-"""The status where the user fixed the plan and the search only filled in the details left open."""
+"""The status in files of plans with something fixed that were made before such requests had a bound."""
+
+FIXED = "fixed: "
+"""Begins the space of a certificate about what a user left open of a pipeline."""
 
 
 @dataclass(frozen=True)

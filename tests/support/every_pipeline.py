@@ -114,8 +114,7 @@ class EveryPipeline:
             yield (0, *cut)
 
     def _of_cut(self, option: GroupOption, starts: tuple[int, ...]) -> float:
-        groups = self.search.tables.of_groups(option)
-        tables = [groups[place] for place in option.places]
+        tables = self.search.tables.of_stages(option)
         held = option.in_flight[::-1]
         capacity = [
             self.room * min(self.search.cluster.devices[rank].memory_bytes for rank in ranks) * (1 + ROUNDING)

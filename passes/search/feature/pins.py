@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
 
@@ -267,8 +267,33 @@ def _allowed(numbers: UnitNumbers, rules: Rules) -> NDArray[np.bool_]:
     return allowed
 
 
-def broken(units: Sequence[tuple[Unit, UnitNumbers]], pins: Mapping[str, Pin], axes: int) -> list[str]:
-    """Name why a mesh does not allow the pins: tensors that cannot be as they must, globs that hold for nothing."""
+@dataclass(frozen=True)
+class Unmet:
+    """The demands of pins on one mesh, or several: what cannot be, what must hold for something, and what does."""
+
+    impossible: tuple[str, ...] = ()
+    """Tensors that cannot be as they must."""
+    wanted: Mapping[tuple[str, str], str] = field(default_factory=dict)
+    """(glob, layout) -> something that it is about."""
+    kept: frozenset[tuple[str, str]] = frozenset()
+
+    def __or__(self, other: Unmet) -> Unmet:
+        return Unmet(
+            self.impossible + other.impossible, {**other.wanted, **self.wanted}, self.kept | other.kept
+        )
+
+    @property
+    def problems(self) -> list[str]:
+        """The reasons why a mesh does not allow the pins; none if it does."""
+        return list(self.impossible) or [
+            f"nothing that matches {glob!r} can be {what}, such as {name}"
+            for (glob, what), name in self.wanted.items()
+            if (glob, what) not in self.kept
+        ]
+
+
+def unmet_of(units: Sequence[tuple[Unit, UnitNumbers]], pins: Mapping[str, Pin], axes: int) -> Unmet:
+    """Look at what a mesh of so many ``axes`` leaves the units of their pins."""
     problems: list[str] = []
     wanted: dict[tuple[str, str], str] = {}
     kept: set[tuple[str, str]] = set()
@@ -284,11 +309,7 @@ def broken(units: Sequence[tuple[Unit, UnitNumbers]], pins: Mapping[str, Pin], a
             wanted.setdefault((pin.glob, what), f"{pin.name} of {sizes}" if sizes else pin.name)
             if _allowed(numbers, rules).all():
                 kept.add((pin.glob, what))
-    return problems or [
-        f"nothing that matches {glob!r} can be {what}, such as {name}"
-        for (glob, what), name in wanted.items()
-        if (glob, what) not in kept
-    ]
+    return Unmet(tuple(problems), wanted, frozenset(kept))
 
 
 def _why_not(unit: Unit, pin: Pin, axes: int) -> str:

@@ -36,7 +36,7 @@ from passes.search.feature.graph import FeatureGraph, Unit, space_of
 from passes.search.feature.infeasible import does_not_fit, equal_counts, least_saved_bytes
 from passes.search.feature.meshes import meshes
 from passes.search.feature.options import UnitNumbers
-from passes.search.feature.pins import Pin, broken, resolve, restricted
+from passes.search.feature.pins import Pin, resolve, restricted, unmet_of
 from passes.search.feature.problem import FeatureProblem, build_problem, split_seconds
 from passes.search.feature.result import SolvedPart, assemble, origins_of
 from passes.search.feature.setting import PartPlace, Setting
@@ -305,7 +305,8 @@ class _MeshSearch:
             trial.bridges,
             partial(self._restrict, len(shape)) if self.pins else None,
         )
-        wrong = broken(list(zip(self.space.units, problem.units, strict=True)), self.pins, len(shape))
+        units = list(zip(self.space.units, problem.units, strict=True))
+        wrong = unmet_of(units, self.pins, len(shape)).problems
         if wrong:
             self.broken[shape] = wrong
         else:

@@ -10,13 +10,15 @@ from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from cost_models.layout import Mesh
+from passes.graph.blocks import GATHERS
+from passes.graph.graph import OpGraph
+from passes.graph.nodes import is_size
 from passes.lower.candidate import Candidate
 from passes.search.feature.result import SolvedPart, assemble
 from passes.search.hybrid.options import GroupOption
 from passes.search.hybrid.program import Pipeline
 from passes.search.hybrid.recipes.joints import Pieces
 from passes.search.hybrid.recipes.walk import Step
-from passes.search.hybrid.stages import only_its_sizes, renamed
 from passes.shard.words import FeaturePlacement, Placements
 
 V = TypeVar("V")
@@ -53,13 +55,16 @@ def decoded(
     stages_steps: Sequence[tuple[Step, ...]],
     *,
     one_queue: bool,
+    gathers: bool = False,
 ) -> Decoded:
-    """Return the candidate. ``stages_steps``: the pieces of each stage."""
+    """Return the candidate. ``stages_steps``: the pieces of each stage; ``gathers``: see ``PieceSearch``."""
     ends = [*pipeline.starts[1:], len(pieces)]
     groups = tuple(option.ranks[place] for place in option.places)
     stages = [StageRecipe(*each) for each in zip(pipeline.starts, ends, groups, stages_steps, strict=True)]
     blocks = tuple(
-        tuple(pieces.blocks[s.first + at] for at, step in enumerate(s.steps) if step.again) for s in stages
+        tuple(dict.fromkeys(pieces.blocks[s.first + at] for at, step in enumerate(s.steps) if step.again))
+        + (GATHERS,) * (gathers and len(s.ranks) > 1)
+        for s in stages
     )
     shared = {number: _sharded(pieces, s) for number, s in enumerate(stages) if len(s.ranks) > 1}
     shardings, unlike = _with_batch(pieces, stages, {n: own.placement for n, own in shared.items()})
@@ -194,3 +199,34 @@ def _crossing(pieces: Pieces, stage: StageRecipe) -> set[str]:
             x.name for x in part.outputs if x.kind == "value" and pieces.last_reader[x.name] not in inside
         }
     return found
+
+
+def only_its_sizes(part: OpGraph, node: str) -> bool:
+    """Tell whether a part reads nothing of a leaf but how large it is: any layout will do."""
+    return all(is_size(user.meta.get("val")) for user in part.nodes[node].users)
+
+
+def renamed(
+    placement: FeaturePlacement, source: OpGraph, target: OpGraph, group: tuple[int, ...]
+) -> FeaturePlacement:
+    """Return the placement of ``source`` as one of ``target``, a part of equal structure, on the ranks of ``group``."""
+    mesh = Mesh(group, placement.mesh.shape, placement.mesh.axes)
+    pairs = list(zip(source.graph.nodes, target.graph.nodes, strict=True))
+    nodes = {old.name: new.name for old, new in pairs}
+    given = {
+        source.input_of[old.name].name: target.input_of[new.name].name
+        for old, new in pairs
+        if old.op == "placeholder"
+    }
+    outputs = zip(source.outputs, target.outputs, strict=True)
+    names = {**given, **{old.name: new.name for old, new in outputs}}
+    return replace(
+        placement,
+        mesh=mesh,
+        choices={nodes[name]: choice for name, choice in placement.choices.items()},
+        stored={names[name]: layout for name, layout in placement.stored.items()},
+        batch={names[name]: layout for name, layout in placement.batch.items() if name in names},
+        values={names[name]: layout for name, layout in placement.values.items()},
+        returned={names[name]: layout for name, layout in placement.returned.items()},
+        sharded_state={names[name]: layout for name, layout in placement.sharded_state.items()},
+    )

@@ -21,6 +21,7 @@ from cost_models.conversion import local_share
 from cost_models.errors import InternalError
 from cost_models.layout import Mesh, Placement, Replicate
 from passes.costs.costs import costs_of
+from passes.graph.blocks import GATHERS, regions_of
 from passes.graph.graph import OpGraph, tensor_specs
 from passes.lower.candidate import Candidate
 from passes.lower.job import Job
@@ -96,9 +97,8 @@ class CandidateCost:
         """Return what ``candidate`` costs; O(ops · operands) of the pieces that differ. ``values``: at joints in stages."""
         stages = [NOTHING for _ in candidate.groups]
         for piece, ops in enumerate(self.pieces.ops):
-            number, block = candidate.stage_of[ops[0]], self.pieces.blocks[piece]
-            again = bool(candidate.recomputed_blocks) and block in candidate.recomputed_blocks[number]
-            stages[number] += self._of_piece(candidate, number, piece, values, again=again)
+            number = candidate.stage_of[ops[0]]
+            stages[number] += self._of_piece(candidate, number, piece, values)
         groups = len(set(candidate.groups))
         chunks = len(stages) // groups
         alone = ScheduleOption(candidate.microbatches, candidate.schedule, chunks)
@@ -121,21 +121,23 @@ class CandidateCost:
         number: int,
         piece: int,
         values: Mapping[str, Placements],
-        *,
-        again: bool,
     ) -> StageCost:
         part, group = self.pieces.parts[piece], candidate.groups[number]
         placed = _placed(part, candidate, number, values)
+        blocks = candidate.recomputed_blocks[number] if candidate.recomputed_blocks else ()
+        again = bool(self.pieces.blocks[piece]) and self.pieces.blocks[piece] in blocks
         key = (
             self.pieces.kind[piece],
             self._hardware_of(placed.mesh),
             again,
+            GATHERS in blocks,
             candidate.microbatches,
             _in_order(part, placed),
         )
         if key not in self._known:
             place = PartPlace(group, placed.mesh.axes, shared=self.shared.intersection(part.parameters))
-            regions = (self.pieces.ops[piece],) if again else ()
+            gathers = regions_of(part, (GATHERS,)) if GATHERS in blocks else ()
+            regions = (self.pieces.ops[piece],) if again else gathers
             setting = Setting(self.cluster, self.job, 0.0, regions, place)
             self._known[key] = _cost(_Piece(part, costs_of(part, self.cluster), placed, setting))
         return self._known[key]

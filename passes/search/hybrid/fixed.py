@@ -1,363 +1,348 @@
-"""The hybrid search: stages on device groups as the user fixed them, what is open filled in by the other searches.
+"""Everything that a user fixed of a hybrid plan, as the search reads it: the options that are left, borders, layouts.
 
-degrees ─► groups ─► stage borders ─► each stage sharded on its group ─► simulated ─► the fastest that fits
+    8 devices, pipeline=2 tensor=2        group 0: ranks 0-3, group 1: ranks 4-7        each a mesh data 2 x tensor 2
 
-open             filled in by
-stage borders    the layer-wise program over groups
-a group's mesh, layouts of ops and parameters      the feature-wise search, per stage
-micro-batches, ZeRO, recomputation                 a few candidates in order of cost, simulated
+Ranks follow the cluster's order: groups are outermost and tensor parallelism is innermost, where links are fastest. Degrees
+that are fixed fix the layouts of ops too: replicas split samples, shards of an op split products by columns, then by rows.
 """
 
 from __future__ import annotations
 
-import logging
-import time
-from collections.abc import Mapping
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 from cost_models.cluster import ClusterSpec
-from cost_models.errors import InfeasibleError, TimeLimitError, UsageError
-from cost_models.units import counted
-from passes.costs.costs import GraphCosts
-from passes.graph.blocks import GATHERS, block_of, regions_of_stages
+from cost_models.errors import UsageError
+from cost_models.units import counted, listed
 from passes.graph.graph import OpGraph
-from passes.interrupts import keep_from_here, may_be_lost
-from passes.lower.candidate import Candidate
-from passes.lower.segment import Segmentation
-from passes.lower.summarize import shared_state
-from passes.progress import report_option
-from passes.search.any_plan import any_plan_bound
-from passes.search.certificate import Certificate, relative_gap
+from passes.graph.recomputed import recomputed_ops
+from passes.graph.state import colocated
 from passes.search.feature.pins import Pin, resolve
-from passes.search.hybrid.cuts import balanced_stages, stages_at_borders
-from passes.search.hybrid.degrees import Degrees, degrees_of, microbatch_counts
-from passes.search.hybrid.fix import pins_of_stages
-from passes.search.hybrid.relax.fixed_infeasible import fixed_infeasible
+from passes.search.hybrid.fix import Fix, pins_of_stages
+from passes.search.hybrid.options import GroupOption
+from passes.search.hybrid.pools import fixed_runs
+from passes.search.hybrid.recipes.joints import Pieces, pieces_of
+from passes.search.hybrid.recipes.pieces import GroupKind
 from passes.search.hybrid.request import HybridRequest
-from passes.search.hybrid.stages import Axes, StageSearch, StageSharded, StageWish
-from passes.search.judge import Judge, Simulated
 from passes.search.microbatches import accepted_counts
-from passes.search.outcome import Label, Outcome, RunnerUp, ShardingDetails
-from passes.search.words import BY_HAND, RecomputeMode
+from passes.search.pins import matches
 from runtime.schedules import SCHEDULES
 
-log = logging.getLogger("partitioner")
-
-OBJECTIVE = "seconds of the simulated step"
+DATA_PATTERNS = {0: "data", 1: "zero1", 3: "zero3"}
+"""ZeRO's stage -> the pattern (``passes.search.feature.presets``) on the axis of replicas."""
 
 
 @dataclass(frozen=True)
-class _FixedFilling:
-    """One way to fill in what is open."""
+class Degrees:
+    """The device groups of a pipeline, and how each arranges its devices."""
 
-    microbatches: int
-    zero: int
-    again: bool
-    """Stages that do not fit compute their blocks again in backward."""
-    gathers: bool = False
-    """Parameters that are gathered for a product are gathered again in backward."""
+    groups: tuple[tuple[int, ...], ...]
+    """Ranks of each group."""
+    chunks: int
+    """Stages that each group runs."""
+    tensor: int | None
+    """Devices of a group that share each op's neurons; None: how a group shares its stage is searched."""
+    sequence: bool
 
-    def __str__(self) -> str:
-        again = ", blocks computed again" if self.again else ", gathered again" if self.gathers else ""
-        return f"{counted(self.microbatches, 'micro-batch')}, ZeRO-{self.zero}{again}"
+    @property
+    def stages(self) -> int:
+        """The number of stages."""
+        return len(self.groups) * self.chunks
+
+    @property
+    def replicas(self) -> int | None:
+        """The number of replicas in every group; None where it is searched, or where groups differ."""
+        found = {None if self.tensor is None else len(group) // self.tensor for group in self.groups}
+        return found.pop() if len(found) == 1 else None
+
+    def shapes(self, samples: int) -> Iterator[tuple[tuple[int, int], ...]]:
+        """Yield the (replicas, tensor) of each group, for micro-batches of ``samples``: equally large groups are alike."""
+        sizes = list(dict.fromkeys(map(len, self.groups)))
+        every = [
+            [
+                (size // tensor, tensor)
+                for tensor in range(1, size + 1)
+                if size % tensor == 0 and samples % (size // tensor) == 0 and self.tensor in (None, tensor)
+            ]
+            for size in sizes
+        ]
+        for chosen in itertools.product(*every):
+            shape_of = dict(zip(sizes, chosen, strict=True))
+            yield tuple(shape_of[len(group)] for group in self.groups)
 
 
 @dataclass(frozen=True, eq=False)
-class _Cut:
-    """A model cut into stages, and the search that shards them."""
+class Fixed:
+    """The restrictions of one request."""
 
-    stage_of: Mapping[str, int]
-    stages: StageSearch
+    graph: OpGraph
+    cluster: ClusterSpec
+    request: HybridRequest
+    degrees: Degrees
+    schedule: str
+    pins: tuple[Mapping[str, str], ...]
+    """Per stage, glob -> layout."""
+    stage_of: Mapping[str, int] | None
+    """The stage of each op, where borders are fixed."""
 
+    @staticmethod
+    def of(graph: OpGraph, cluster: ClusterSpec, request: HybridRequest) -> Fixed:
+        """Read a request. Raises UsageError for what cannot hold."""
+        fix = request.fix
+        degrees = degrees_of(fix, cluster.world_size)
+        if fix.borders is not None and fix.interleave is None and fix.pipeline is None:
+            degrees = _as_many_as_borders(fix, degrees, cluster.world_size)
+        degrees, schedule = _scheduled(fix, degrees, request.schedule)
+        pins = tuple(pins_of_stages(request.pins, degrees.stages))
+        stage_of = None if fix.borders is None else stages_at_borders(graph, fix.borders, degrees.stages)
+        return Fixed(graph, cluster, request, degrees, schedule, pins, stage_of)
 
-def place_fixed(
-    graph: OpGraph, costs: GraphCosts, cluster: ClusterSpec, request: HybridRequest, judge: Judge
-) -> Outcome:
-    """Plan what ``request`` fixes, filled in.
-
-    Raises UsageError for what cannot hold, InfeasibleError if nothing fits, TimeLimitError if nothing that fits was found.
-    """
-    started = time.perf_counter()
-    search = _Hybrid(graph, costs, cluster, request, judge)
-    tried = search.run()
-    fitting = [t for t in tried if t[0].fits]
-    if not fitting:
-        raise fixed_infeasible(
-            request, judge, search.degrees, [s for s, _ in tried], search.refused,
-            lambda changed, by: [s for s, _ in _Hybrid(graph, costs, by.cluster, changed, by).run()],
-        )  # fmt: skip
-    best, sharded = min(fitting, key=lambda t: t[0].step_seconds)
-    seconds = sum(s.seconds for s in sharded.values())
-    details = ShardingDetails(seconds, (), {number: s.origins for number, s in sharded.items()})
-    runner_ups = tuple(
-        RunnerUp.of(Label.of_stages(simulated.candidate), simulated) for simulated, _ in tried if simulated is not best
-    )  # fmt: skip
-    certificate = search.certificate(best, time.perf_counter() - started)
-    return Outcome(best, judge, certificate, runner_ups, details=details)
-
-
-class _Hybrid:
-    """One search."""
-
-    def __init__(
-        self, graph: OpGraph, costs: GraphCosts, cluster: ClusterSpec, request: HybridRequest, judge: Judge
-    ) -> None:
-        self.graph, self.costs, self.cluster, self.request, self.judge = graph, costs, cluster, request, judge
-        self.fix = request.fix
-        self.recompute: RecomputeMode = self.fix.recompute or request.recompute
-        self.degrees = degrees_of(self.fix, cluster.world_size)
-        if self.fix.borders is not None and self.fix.interleave is None and self.fix.pipeline is None:
-            self.degrees = self._as_many_as_borders()
-        self.schedule = self._schedule()
-        self.pins = pins_of_stages(request.pins, self.degrees.stages)
-        counts = microbatch_counts(self.fix, self.degrees, request.job.batch_size, request.microbatches)
-        self.counts = accepted_counts(graph, request.job.batch_size, counts)
-        self.one_queue = self.fix.one_queue(cluster)
-        self.status = BY_HAND
-        self.refused: list[InfeasibleError | TimeLimitError] = []
-        """The reasons of ways in which a stage cannot be sharded at all."""
-        self._pins: dict[tuple[tuple[str, str], ...], Mapping[str, Pin]] = {}
-        self._balanced_cuts: dict[tuple[int, RecomputeMode, bool], Mapping[str, int]] = {}
-
-    def run(self) -> list[tuple[Simulated, dict[int, StageSharded]]]:
-        """Simulate the ways of each number of micro-batches; on Ctrl-C no more, once one fits."""
-        tried: list[tuple[Simulated, dict[int, StageSharded]]] = []
-        for count in self.counts:
-            found = any(simulated.fits for simulated, _ in tried)
-            try:
-                with may_be_lost(found):
-                    tried += self._filled_in(count)
-            except KeyboardInterrupt:
-                if not found:
-                    raise
-                self.status = "interrupted"
-                break
-            if any(simulated.fits for simulated, _ in tried):
-                keep_from_here()
-            if self.degrees.stages == 1 and any(simulated.fits for simulated, _ in tried):
-                break  # more micro-batches cost no less where nothing is pipelined
-        return tried
-
-    def _filled_in(self, count: int) -> list[tuple[Simulated, dict[int, StageSharded]]]:
-        """Simulate the ways of one number of micro-batches, none after the list with the first that fits."""
-        tried: list[tuple[Simulated, dict[int, StageSharded]]] = []
-        cuts: list[_Cut] = []
-        for last_resort in (False, True):
-            for ways in self._ways(count):
-                found = [
-                    f
-                    for way in ways
-                    for cut in self._cuts(way, cuts, last_resort)
-                    for f in self._tried_if_possible(way, cut)
-                ]
-                tried += found
-                if any(simulated.fits for simulated, _ in found):
-                    return tried
-        return tried
-
-    def _cuts(self, way: _FixedFilling, known: list[_Cut], last_resort: bool) -> list[_Cut]:
-        """Return the cuts to try for one choice of degrees; new ones are added to ``known``.
-
-        They balance seconds, those of a way that computes blocks again with all of them computed again; beside these, the
-        cuts of the layer-wise program that chooses where to, within memory. That is the last resort of the other ways too.
-        """
-        wanted: list[Mapping[str, int]]
-        if self.fix.borders is not None:
-            if last_resort:
-                return []
-            wanted = [stages_at_borders(self.graph, self.fix.borders, self.degrees.stages)]
-        else:
-            kinds: list[tuple[RecomputeMode, bool]] = [("full" if way.again else "none", False)]
-            if last_resort:
-                kinds = [("none" if way.gathers else self.recompute, True)]
-            elif way.again and self.recompute == "auto":
-                kinds.append(("auto", True))
-            wanted = [self._balanced(way.microbatches, recompute, limited) for recompute, limited in kinds]
-        cuts = []
-        for stage_of in wanted:
-            found = [cut for cut in known if cut.stage_of == stage_of]
-            if found and last_resort:
-                continue  # tried already
-            if not found:
-                search = StageSearch(
-                    self.graph, self.cluster, self.request.job, way.microbatches, self.judge.recomputed,
-                    self._shared(stage_of), self.request.time_limit_seconds,
-                )  # fmt: skip
-                found = [_Cut(stage_of, search)]
-                known += found
-            cuts += [cut for cut in found if cut not in cuts]
-        return cuts
-
-    def _balanced(self, count: int, recompute: RecomputeMode, limited: bool) -> Mapping[str, int]:
-        key = (count, recompute, limited)
-        if key not in self._balanced_cuts:
-            self._balanced_cuts[key] = balanced_stages(
-                self.graph, self.costs, self.cluster, self.request.job, self.degrees, self.schedule, count,
-                recompute, limited=limited,
-            )  # fmt: skip
-        return self._balanced_cuts[key]
-
-    def _shared(self, stage_of: Mapping[str, int]) -> frozenset[str]:
-        """Name the parameters and buffers that several stages read."""
-        return shared_state(self.graph, Segmentation(stage_of, self._groups(), self.judge.recomputed))
-
-    def _ways(self, count: int) -> list[list[_FixedFilling]]:
-        """List the ways of one number of micro-batches: those of the next list are tried where none of a list fits.
-
-        ZeRO-3 gathers parameters in every micro-batch, recomputation runs blocks twice: which costs less, only simulating
-        both tells.
-        """
-        replicated = any((self.degrees.replicas(g) or 1) > 1 for g in range(len(self.degrees.groups)))
-        zeros = [0, 1, 3] if self.fix.zero is None and replicated else [self.fix.zero or 0]
-        kept, gathers, again = (
-            [
-                _FixedFilling(count, zero, again=more == "full", gathers=more == "gathers")
-                for zero in (0, 1, 3)
-            ]
-            for more in ("none", "gathers", "full")
-        )
-        allowed = {"none": kept, "gathers": gathers, "full": again, "auto": [*kept, gathers[-1], *again]}
-        order = [[kept[0]], [kept[1]], [again[0]], [again[1], kept[2]], [gathers[2]], [again[2]]]
-        if self.recompute == "gathers":
-            order = [[way] for way in gathers]
-        listed = (
-            [way for way in ways if way.zero in zeros and way in allowed[self.recompute]] for ways in order
-        )
-        return [ways for ways in listed if ways]
-
-    def _tried_if_possible(
-        self, way: _FixedFilling, cut: _Cut
-    ) -> list[tuple[Simulated, dict[int, StageSharded]]]:
-        """Simulate a way; nothing, and the reason kept, where no way to share a stage that fits is found."""
-        report_option(way)
-        try:
-            return self._tried(way, cut)
-        except (InfeasibleError, TimeLimitError) as error:
-            self.refused.append(error)
-            return []
-
-    def _tried(self, way: _FixedFilling, cut: _Cut) -> list[tuple[Simulated, dict[int, StageSharded]]]:
-        """Simulate a way, more stages computing again until it fits.
-
-        Where only some have to, all are tried too: stages of unlike seconds wait for each other, which in interleaved
-        pipelines costs more than computing every block twice.
-        """
-        everywhere = set(range(self.degrees.stages))
-        blocks = block_of(self.graph)
-        every: list[tuple[str, ...]] = [
-            tuple(
-                dict.fromkeys(
-                    blocks[op] for op, stage in cut.stage_of.items() if stage == number and op in blocks
-                )
-            )
-            for number in range(self.degrees.stages)
-        ]
-        again = everywhere if self.recompute == "full" else set[int]()
-        if way.gathers:
-            shared = tuple((GATHERS,) if len(group) > 1 else () for group in self._groups())
-            return [self._simulated(way, cut, shared)]
-        while True:
-            chosen = tuple(own if number in again else () for number, own in enumerate(every))
-            try:
-                simulated, sharded = self._simulated(way, cut, chosen)
-                more = set() if simulated.fits or not way.again else self._overflowing(simulated) - again
-            except (InfeasibleError, TimeLimitError):  # a stage does not fit, however it is shared
-                more = everywhere - again if way.again else set()
-                if not more:
-                    raise
-            if not more:
-                found = [(simulated, sharded)]
-                if set() < again < everywhere:
-                    found.append(self._simulated(way, cut, tuple(every)))
-                return found
-            again = again | more
-
-    def _simulated(
-        self, way: _FixedFilling, cut: _Cut, blocks: tuple[tuple[str, ...], ...]
-    ) -> tuple[Simulated, dict[int, StageSharded]]:
-        """Shard the stages, those with ``blocks`` computing them again, and simulate the step."""
-        groups = self._groups()
-        ops: list[list[str]] = [[] for _ in groups]
-        for name, stage in cut.stage_of.items():
-            ops[stage].append(name)
-        place = {ranks: number for number, ranks in enumerate(self.degrees.groups)}
-        regions = regions_of_stages(self.graph, cut.stage_of, blocks) or ((),) * len(groups)
-        wishes = [
-            replace(
-                self._wish(number, tuple(own), group, self.degrees.axes(place[group], way.zero)), again=again
-            )
-            for number, (own, group, again) in enumerate(zip(ops, groups, regions, strict=True))
-        ]
-        sharded = cut.stages.shard(wishes)
-        candidate = Candidate(
-            stage_of=cut.stage_of,
-            groups=groups,
-            microbatches=way.microbatches,
-            schedule=self.schedule,
-            recomputed_blocks=blocks if any(blocks) else (),
-            shardings={number: s.placement for number, s in sharded.items()},
-            one_queue=self.one_queue,
-        )
-        return self.judge.simulate(candidate), sharded
-
-    def _wish(
-        self, number: int, ops: tuple[str, ...], group: tuple[int, ...], axes: Axes | None
-    ) -> StageWish:
-        """Say what is fixed of a stage, its degrees as a pattern of everything."""
-        pattern = {"*": " ".join(pattern for _, _, pattern in axes)} if axes else {}
-        return StageWish(ops, group, axes, self._resolved(tuple({**pattern, **self.pins[number]}.items())))
-
-    def _resolved(self, pins: tuple[tuple[str, str], ...]) -> Mapping[str, Pin]:
-        if pins not in self._pins:
-            self._pins[pins] = resolve(self.graph, dict(pins))
-        return self._pins[pins]
-
-    def _overflowing(self, simulated: Simulated) -> set[int]:
-        """Return the stages on devices whose memory does not suffice."""
-        devices = zip(self.cluster.devices, simulated.peak_bytes, strict=True)
-        short = {device.rank for device, peak in devices if peak > device.memory_bytes}
-        return {number for number, group in enumerate(self._groups()) if short & set(group)}
-
-    def _groups(self) -> tuple[tuple[int, ...], ...]:
-        """Return the ranks of each stage."""
-        places = SCHEDULES[self.schedule].positions(self.degrees.stages, len(self.degrees.groups))
-        return tuple(self.degrees.groups[place] for place in places)
-
-    def _as_many_as_borders(self) -> Degrees:
-        """Interleave as the borders say: as many stages as they make, if groups can have equally many."""
-        stages = len(self.fix.borders or ()) + 1
-        groups = len(self.degrees.groups)
-        if self.fix.groups is None and stages > 1 and groups == 1:
-            return degrees_of(replace(self.fix, pipeline=stages), self.cluster.world_size)
-        return replace(self.degrees, chunks=max(1, stages // groups))
-
-    def _schedule(self) -> str:
-        """Choose the schedule, and refuse one that the stages cannot have."""
-        chunks = self.degrees.chunks
-        name = self.request.schedule
-        if name == "auto":
-            name = "interleaved" if chunks > 1 else "1f1b"
-        if SCHEDULES[name].chunks == 2 and self.fix.interleave is None:
-            self.degrees = replace(self.degrees, chunks=2)
-        if why := SCHEDULES[name].check(self.degrees.stages, len(self.degrees.groups), 1):
+    @cached_property
+    def options(self) -> tuple[GroupOption, ...]:
+        """The options that are left. Raises UsageError where that is none."""
+        batch, degrees = self.request.job.batch_size, self.degrees
+        counts = microbatch_counts(self.request.fix, degrees, batch, self.request.microbatches)
+        found, why = [], None
+        for m in accepted_counts(self.graph, batch, counts):
+            refused = SCHEDULES[self.schedule].check(degrees.stages, len(degrees.groups), m)
+            why = why or refused
+            for shapes in degrees.shapes(batch // m) if refused is None else ():
+                runs = fixed_runs(self.cluster, degrees.groups, shapes)
+                found.append(GroupOption(runs, batch // m, m, self.schedule, degrees.chunks))
+        if not found and why is not None:
             raise UsageError(
-                f"cannot run {counted(self.degrees.stages, 'stage')} under schedule {name}",
+                f"cannot run {counted(degrees.stages, 'stage')} under schedule {self.schedule}",
                 [why.replace("ranks", "groups")],
                 ["interleave= is the number of stages of each group"],
             )
-        return name
+        if not found:
+            sizes = listed(list(map(len, degrees.groups)))
+            raise UsageError(
+                f"cannot cut a batch of {batch} for groups of {sizes} devices",
+                ["every replica of every group needs equally many samples of a micro-batch"],
+                ["another batch size, or number of micro-batches"],
+            )
+        return tuple(found)
 
-    def certificate(self, best: Simulated, seconds: float) -> Certificate:
-        """About the one plan that was fixed: nothing is proved but the bound on every plan."""
-        bound = any_plan_bound(self.graph, self.costs, self.cluster, self.request.job)
-        return Certificate(
-            objective=OBJECTIVE,
-            objective_seconds=best.step_seconds,
-            bound_seconds=bound,
-            gap=relative_gap(best.step_seconds, bound),
-            simulated_lower_bound_seconds=0.0,
-            space=f"any plan of the step; fixed: {self.fix or 'nothing'}",
-            method="stages and layouts filled in by the layer-wise and feature-wise searches, simulated",
-            solver_status=self.status,
-            search_seconds=seconds,
+    @cached_property
+    def pieces(self) -> Pieces:
+        """The pieces that stages are made of: unlike ones where what is fixed tells them apart."""
+        marks: dict[str, str] = {}
+        for pins in {id(own): own for own in self._resolved.values()}.values():
+            for node, pin in pins.items():
+                marks[node] = f"{marks.get(node, '')} | {pin.mark}"
+        pieces = pieces_of(self.graph, self.degrees.stages, self.stage_of, marks)
+        if len(pieces) < self.degrees.stages:
+            raise UsageError(
+                f"cannot cut {self.graph.model_name} into {counted(self.degrees.stages, 'stage')}",
+                ["it has fewer ops that may be parted"],
+                ["fewer groups, less interleaving, or borders= of your own"],
+            )
+        return pieces
+
+    @cached_property
+    def begins(self) -> tuple[int, ...] | None:
+        """The first piece of each stage, where borders are fixed."""
+        if self.stage_of is None:
+            return None
+        stages = [self.stage_of[ops[0]] for ops in self.pieces.ops]
+        return tuple(map(stages.index, range(self.degrees.stages)))
+
+    def axes(self, group: Sequence[int]) -> tuple[tuple[str, int, str], ...] | None:
+        """Return (name, size, pattern) of the axes of a group's mesh; None where they are searched."""
+        tensor = self.degrees.tensor
+        if tensor is None:
+            return None
+        sizes = (("data", len(group) // tensor), ("tensor", tensor))
+        pattern = self.pattern(replicated=sizes[0][1] > 1, shared=tensor > 1).get("*", "").split()
+        return tuple(
+            (name, size, word)
+            for (name, size), word in zip(((n, s) for n, s in sizes if s > 1), pattern, strict=True)
         )
+
+    def whole_pins(self, stage: int, group: Sequence[int]) -> Mapping[str, Pin]:
+        """Node -> what is fixed of it in a stage that is decided about as a whole."""
+        pattern = {"*": " ".join(word for _, _, word in axes)} if (axes := self.axes(group)) else {}
+        return resolve(self.graph, {**pattern, **self.pins[stage]})
+
+    def layouts(self, stage: int, group: GroupKind) -> Mapping[str, Pin]:
+        """Node -> what is fixed of it in a stage on such groups."""
+        key = tuple(self.pins[stage].items()), group.replicas > 1, group.tensor > 1
+        return self._resolved[key] if len(group.ranks) > 1 else {}
+
+    @cached_property
+    def _resolved(self) -> dict[tuple[tuple[tuple[str, str], ...], bool, bool], Mapping[str, Pin]]:
+        """(pins, replicas, shards) -> node -> what is fixed of it, for all that occur in options."""
+        shapes = {(run.replicas > 1, run.tensor > 1) for option in self.options for run in option.runs}
+        every = itertools.product(dict.fromkeys(tuple(own.items()) for own in self.pins), shapes)
+        return {(pins, *shape): self._pins(dict(pins), *shape) for pins, shape in every}
+
+    def pattern(self, *, replicated: bool, shared: bool) -> Mapping[str, str]:
+        """Return the pins that degrees are, on groups with these axes; nothing where degrees are searched."""
+        words = [DATA_PATTERNS[self.request.fix.zero or 0]] if replicated else []
+        words += ["sequence" if self.degrees.sequence else "column_row"] if shared else []
+        return {"*": " ".join(words)} if words and self.degrees.tensor is not None else {}
+
+    def _pins(self, pins: Mapping[str, str], replicated: bool, shared: bool) -> Mapping[str, Pin]:
+        """Resolve ``pins`` beside the patterns of the degrees. Where ZeRO is open, so is how parameters are kept."""
+        pattern = self.pattern(replicated=replicated, shared=shared)
+        found = resolve(self.graph, {**pattern, **pins})
+        if self.request.fix.zero is not None or not replicated or not pattern:
+            return found
+        parameters = {given.node for given in self.graph.inputs if given.kind == "parameter"}
+        return {
+            node: replace(pin, rules=(None, *pin.rules[1:]))
+            if node in parameters and pin.glob == "*"
+            else pin
+            for node, pin in found.items()
+        }
+
+
+def _as_many_as_borders(fix: Fix, degrees: Degrees, world: int) -> Degrees:
+    """Interleave as the borders say: as many stages as they make, if groups can have equally many."""
+    stages, groups = len(fix.borders or ()) + 1, len(degrees.groups)
+    if fix.groups is None and stages > 1 and groups == 1:
+        return degrees_of(replace(fix, pipeline=stages), world)
+    return replace(degrees, chunks=max(1, stages // groups))
+
+
+def _scheduled(fix: Fix, degrees: Degrees, name: str) -> tuple[Degrees, str]:
+    """Choose the schedule, and refuse one that the stages cannot have."""
+    if name == "auto":
+        name = "interleaved" if degrees.chunks > 1 else "1f1b"
+    if SCHEDULES[name].chunks == 2 and fix.interleave is None:
+        degrees = replace(degrees, chunks=2)
+    if why := SCHEDULES[name].check(degrees.stages, len(degrees.groups), 1):
+        raise UsageError(
+            f"cannot run {counted(degrees.stages, 'stage')} under schedule {name}",
+            [why.replace("ranks", "groups")],
+            ["interleave= is the number of stages of each group"],
+        )
+    return degrees, name
+
+
+def stages_at_borders(graph: OpGraph, borders: Sequence[str], stages: int) -> dict[str, int]:
+    """Op -> stage: a new one begins with the first op of each of ``borders``. Raises UsageError where that cannot be."""
+    if len(borders) != stages - 1:
+        raise UsageError(
+            f"cannot cut {graph.model_name} into {counted(stages, 'stage')} at {counted(len(borders), 'border')}",
+            [f"{counted(stages, 'stage')} have {stages - 1} borders between them"],
+        )
+    copied = recomputed_ops(graph)
+    stage, stage_of = 0, {}
+    for node in graph.ops:
+        path = str(node.meta.get("module_path", ""))
+        if stage < len(borders) and matches(borders[stage], node.name, path):
+            stage += 1
+        if node.name not in copied:
+            stage_of[node.name] = stage
+    problems = [f"no op of {name!r} comes after those of the border before it" for name in borders[stage:]]
+    for together in colocated(graph):
+        if len({stage_of[op] for op in together if op in stage_of}) > 1:
+            problems.append(f"a border parts {', '.join(sorted(together)[:3])}, which must share a stage")
+    if problems:
+        raise UsageError(f"cannot cut {graph.model_name} at these borders", problems[:8])
+    return stage_of
+
+
+def degrees_of(fix: Fix, world: int) -> Degrees:
+    """Arrange ``world`` devices as ``fix`` says. Raises UsageError for what cannot be."""
+    problems: list[str] = []
+    tensor = fix.tensor
+    sequence = fix.sequence is not None and fix.sequence > 1
+    if sequence:
+        if tensor not in (None, fix.sequence):
+            problems.append(f"sequence={fix.sequence}, tensor={tensor}: they are the same devices")
+        tensor = fix.sequence
+    sizes = _sizes(fix, tensor, world, problems)
+    if problems:
+        raise UsageError(
+            f"cannot arrange {counted(world, 'device')} so", problems,
+            ["pipeline x data x tensor = devices; what is left out follows from the others"],
+        )  # fmt: skip
+    searched = fix.data is None and tensor is None and fix.zero is None
+    if tensor is None and not searched:
+        tensor = 1 if fix.data is None else sizes[0] // fix.data
+    ends = list(itertools.accumulate(sizes))
+    groups = tuple(tuple(range(end - size, end)) for end, size in zip(ends, sizes, strict=True))
+    return Degrees(groups, fix.interleave or 1, None if searched else tensor, sequence)
+
+
+def _sizes(fix: Fix, tensor: int | None, world: int, problems: list[str]) -> tuple[int, ...]:
+    """Count the devices of each group."""
+    inside = (tensor or 1) * (fix.data or 1)
+    if fix.groups is not None:
+        sizes: tuple[int, ...] = fix.groups
+        if fix.pipeline not in (None, len(sizes)):
+            problems.append(f"groups={listed(list(sizes))} are {len(sizes)}, pipeline={fix.pipeline}")
+    elif fix.data is not None and (tensor is not None or fix.pipeline is None):
+        sizes = (inside,) * (fix.pipeline or max(1, world // inside))
+    else:
+        groups = fix.pipeline or 1
+        if world % groups:
+            problems.append(f"{world} devices are not {groups} equal groups: groups= gives unequal ones")
+        sizes = (world // groups,) * groups
+    if sum(sizes) > world or (fix.groups is None and fix.pipeline is None and sum(sizes) != world):
+        problems.append(f"{_product(sizes, fix, tensor)} = {sum(sizes)} devices, there are {world}")
+    for size in dict.fromkeys(sizes):
+        if size % inside:
+            parts = " x ".join(f"{n}={d}" for n, d in (("data", fix.data), ("tensor", tensor)) if d)
+            problems.append(f"a group of {counted(size, 'device')} is not {parts}")
+        elif fix.data and tensor and size != inside:
+            problems.append(f"a group of {counted(size, 'device')} is not data={fix.data} x tensor={tensor}")
+    return sizes
+
+
+def _product(sizes: Sequence[int], fix: Fix, tensor: int | None) -> str:
+    if fix.groups is not None:
+        return " + ".join(map(str, sizes))
+    parts = (("pipeline", len(sizes)), ("data", fix.data), ("tensor", tensor))
+    return " x ".join(f"{name} {degree}" for name, degree in parts if degree)
+
+
+def microbatch_counts(fix: Fix, degrees: Degrees, batch_size: int, wanted: int | str) -> list[int]:
+    """Return the numbers of micro-batches to try: the fixed one, or all that give every replica whole samples. Raises
+    UsageError."""
+    replicas = degrees.replicas
+    if fix.microbatch is not None:
+        if replicas is None:
+            raise UsageError(
+                f"cannot make micro-batches of {counted(fix.microbatch, 'sample')} on each replica",
+                ["groups have unlike numbers of replicas, or theirs is searched"],
+                ["give the number of micro-batches instead, or fix tensor= and data="],
+            )
+        together = fix.microbatch * replicas
+        size = f"{fix.microbatch} x {counted(replicas, 'replica')} = {counted(together, 'sample')}"
+        if batch_size % together:
+            raise UsageError(
+                f"cannot cut a batch of {batch_size} into micro-batches of {size}",
+                [f"{together} does not divide {batch_size}"],
+                [f"a multiple of {together} as the batch size"],
+            )
+        if wanted not in ("auto", batch_size // together):
+            raise UsageError(
+                f"cannot cut a batch of {batch_size} into {wanted} micro-batches of {size}",
+                [f"that makes {batch_size // together}"],
+                ["fix microbatch= or the number of micro-batches, not both"],
+            )
+        return [batch_size // together]
+    unit = replicas or 1
+    fitting = [m for m in range(1, batch_size + 1) if batch_size % m == 0 and batch_size // m % unit == 0]
+    if isinstance(wanted, int):
+        if wanted not in fitting:
+            closest = sorted(sorted(fitting, key=lambda m: abs(m - wanted))[:3])
+            raise UsageError(
+                f"cannot cut a batch of {batch_size} into {wanted} micro-batches",
+                [f"each has equally many samples, a multiple of {unit}"],
+                [f"{' or '.join(map(str, closest))} micro-batches"] if closest else [f"a batch size that {unit} divides"],
+            )  # fmt: skip
+        return [wanted]
+    if not fitting:
+        raise UsageError(
+            f"cannot cut a batch of {batch_size} for {counted(unit, 'replica')}",
+            ["every replica needs a sample"],
+            [f"a batch size that {unit} divides"],
+        )
+    return fitting

@@ -106,6 +106,25 @@ class Run:
         return ", ".join(parts)
 
 
+def fixed_runs(
+    cluster: ClusterSpec, groups: Sequence[Sequence[int]], shapes: Sequence[tuple[int, int]]
+) -> tuple[Run, ...]:
+    """Return runs of the ``groups`` of ranks, in their order. ``shapes``: (replicas, tensor) of each group."""
+    marks = [
+        ((alike, at if pairs else 0), node)
+        for node, (_, alike, each, pairs) in enumerate(_nodes(cluster, range(cluster.world_size)))
+        for at in range(each)
+    ]
+    made, at = [], 0
+    for (replicas, tensor), row in groupby(shapes):
+        count = len(list(row))
+        ranks = tuple(rank for group in groups[at : at + count] for rank in group)
+        pool = Pool(ranks, 1, "fixed", tuple(marks[rank] for rank in ranks))
+        made.append(Run(pool, replicas, tensor, count))
+        at += count
+    return tuple(made)
+
+
 def divisions(cluster: ClusterSpec, used: Sequence[int] | None = None) -> list[tuple[Pool, ...]]:
     """List the ways to see a cluster: as pools of equal nodes in a row and, if these are several, as one of unlike parts.
 

@@ -71,7 +71,7 @@ class PipelineProgram:
         longest = {key: float(plane[np.isfinite(plane)].max(initial=0.0)) for key, plane in unlike.items()}
         finite = [longest[id(plane)] for plane in self.seconds]
         least = self.least_seconds / self.option.stages
-        links = [float(link.max()) for link in self.links]
+        links = [float(link[np.isfinite(link)].max()) for link in self.links]
         top = max([*finite, *links, sum(finite) + sum(links)])
         return least * (1 - 1e-9), top * (1 + 1e-9)
 

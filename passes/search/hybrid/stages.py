@@ -7,23 +7,27 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
-
-from torch import fx
 
 from cost_models.cluster import ClusterSpec
 from cost_models.conversion import local_share
 from cost_models.errors import InfeasibleError, TimeLimitError, UsageError
-from cost_models.layout import Layout, Mesh, Replicate
+from cost_models.layout import Layout, Replicate
 from cost_models.units import counted
 from passes.costs.costs import costs_of
-from passes.graph.graph import OpGraph, tensor_specs
-from passes.graph.nodes import is_size
+from passes.graph.blocks import regions_of_stages
+from passes.graph.graph import OpGraph
 from passes.graph.part import part_of
+from passes.lower.candidate import Candidate
 from passes.lower.job import Job
+from passes.lower.segment import Segmentation
+from passes.lower.summarize import shared_state
 from passes.search.feature.pins import Pin, pins_of_part
 from passes.search.feature.place import FeatureRequest, FeatureResult, place_features
 from passes.search.feature.setting import PartPlace
+from passes.search.hybrid.decode import only_its_sizes, renamed
+from passes.search.hybrid.fixed import Fixed
+from passes.search.hybrid.recipes.joints import structure_of
+from passes.search.judge import Judge
 from passes.search.outcome import ChoiceOrigins
 from passes.search.recomputed import Regions
 from passes.shard.discover import Discovery
@@ -211,11 +215,6 @@ def _values_of(part: OpGraph) -> list[str]:
     return [given.name for given in part.inputs if given.kind == "value"]
 
 
-def only_its_sizes(part: OpGraph, node: str) -> bool:
-    """Tell whether a part reads nothing of a leaf but how large it is: any layout will do."""
-    return all(is_size(user.meta.get("val")) for user in part.nodes[node].users)
-
-
 def _with_batch(
     own: StageSharded,
     group: tuple[int, ...],
@@ -237,54 +236,23 @@ def _stage_sharded(result: FeatureResult) -> StageSharded:
     return StageSharded(result.placement, result.origins, result.cost.seconds)
 
 
-def structure_of(part: OpGraph, marks: Mapping[str, str]) -> object:
-    """Return everything about a part that its sharding follows from, names aside: equal parts have equal structures."""
-    number = {node.name: i for i, node in enumerate(part.graph.nodes)}
-
-    def plain(argument: Any) -> Any:
-        if isinstance(argument, fx.Node):
-            return ("node", number[argument.name])
-        if isinstance(argument, list | tuple):
-            return tuple(map(plain, argument))
-        if isinstance(argument, dict):
-            return tuple((name, plain(value)) for name, value in sorted(argument.items()))
-        return str(argument)
-
-    def of(node: fx.Node) -> object:
-        role = str(node.target) if node.op == "call_function" else ""
-        return (
-            part.input_of[node.name].kind if node.op == "placeholder" else role,
-            plain(node.args),
-            plain(dict(node.kwargs)),
-            tuple((spec.shape, spec.dtype) for spec in tensor_specs(node)) if node.op != "output" else (),
-            node.name in part.needs_grad,
-            marks.get(node.name, ""),
-        )
-
-    return tuple(map(of, part.graph.nodes))
-
-
-def renamed(
-    placement: FeaturePlacement, source: OpGraph, target: OpGraph, group: tuple[int, ...]
-) -> FeaturePlacement:
-    """Return the placement of ``source`` as one of ``target``, a part of equal structure, on the ranks of ``group``."""
-    mesh = Mesh(group, placement.mesh.shape, placement.mesh.axes)
-    pairs = list(zip(source.graph.nodes, target.graph.nodes, strict=True))
-    nodes = {old.name: new.name for old, new in pairs}
-    given = {
-        source.input_of[old.name].name: target.input_of[new.name].name
-        for old, new in pairs
-        if old.op == "placeholder"
-    }
-    outputs = zip(source.outputs, target.outputs, strict=True)
-    names = {**given, **{old.name: new.name for old, new in outputs}}
-    return replace(
-        placement,
-        mesh=mesh,
-        choices={nodes[name]: choice for name, choice in placement.choices.items()},
-        stored={names[name]: layout for name, layout in placement.stored.items()},
-        batch={names[name]: layout for name, layout in placement.batch.items() if name in names},
-        values={names[name]: layout for name, layout in placement.values.items()},
-        returned={names[name]: layout for name, layout in placement.returned.items()},
-        sharded_state={names[name]: layout for name, layout in placement.sharded_state.items()},
+def shard_stages(judge: Judge, fixed: Fixed, candidate: Candidate) -> dict[int, StageSharded]:
+    """Shard each stage of a pipeline as a whole, as it is fixed. Raises what ``StageSearch.shard`` does."""
+    stage_of, groups = candidate.stage_of, candidate.groups
+    ops: list[list[str]] = [[] for _ in groups]
+    for name, stage in stage_of.items():
+        ops[stage].append(name)
+    regions = regions_of_stages(judge.graph, stage_of, candidate.recomputed_blocks or ((),) * len(groups))
+    shared = shared_state(judge.graph, Segmentation(stage_of, groups, judge.recomputed))
+    search = StageSearch(
+        judge.graph, judge.cluster, judge.job, candidate.microbatches, judge.recomputed, shared,
+        fixed.request.time_limit_seconds,
+    )  # fmt: skip
+    return search.shard(
+        [
+            StageWish(tuple(own), group, fixed.axes(group), fixed.whole_pins(number, group), again)
+            for number, (own, group, again) in enumerate(
+                zip(ops, groups, regions or ((),) * len(groups), strict=True)
+            )
+        ]
     )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 
 from passes.lower.job import Job
@@ -23,16 +23,26 @@ class Tables:
     known: dict[Hashable, Composed] = field(default_factory=dict)
     """The ranges composed so far."""
 
-    def of_groups(self, option: GroupOption) -> list[Composed]:
-        """Return the table of each group. Raises ``TooWideError``."""
-        families = tuple(1 << i for i in range((option.in_flight[-1] - 1).bit_length() + 1))
-        return [self._composed(option, run, number, families) for run, number in option.members]
+    def of_stages(self, option: GroupOption, searches: Sequence[PieceSearch] = ()) -> list[Composed]:
+        """Return the table of each stage. Raises ``TooWideError``.
 
-    def _composed(self, option: GroupOption, run: Run, number: int, families: tuple[int, ...]) -> Composed:
-        key = run.kind(number), option.microbatches, families
+        ``searches``: that of each stage, where something is fixed.
+        """
+        families = tuple(1 << i for i in range((option.in_flight[-1] - 1).bit_length() + 1))
+        found: dict[tuple[int, int], Composed] = {}
+        stages = list(zip(option.places, searches or [self.search] * option.stages, strict=True))
+        for place, search in stages:
+            if (place, id(search)) not in found:
+                found[place, id(search)] = self._composed(search, option, *option.members[place], families)
+        return [found[place, id(search)] for place, search in stages]
+
+    def _composed(
+        self, search: PieceSearch, option: GroupOption, run: Run, number: int, families: tuple[int, ...]
+    ) -> Composed:
+        key = None if search is self.search else search, run.kind(number), option.microbatches, families
         if key not in self.known:
             group = GroupKind(run.ranks(number), run.replicas, run.tensor)
             work = self.floors.work_seconds(run, option.samples // run.replicas)
             step = work * option.microbatches / option.groups
-            self.known[key] = composed(self.search, group, self.job, option.microbatches, families, step)
+            self.known[key] = composed(search, group, self.job, option.microbatches, families, step)
         return self.known[key]

@@ -98,7 +98,7 @@ class Composed:
             (amounts[SECONDS] + amounts[ONCE]) / microbatches,
             amounts[STATE] + held * amounts[HELD] + amounts[BUFFER],
             self.ranges[-1].amounts[SAVED, :, 0],
-            self.blocks,
+            np.minimum(self.blocks, 1.0) if self.pieces.parted else self.blocks,
         )
 
     @property

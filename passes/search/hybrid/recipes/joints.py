@@ -8,16 +8,19 @@ A piece is a block (``passes.graph.blocks``), or a run of ops between blocks. Eq
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import accumulate, groupby
+from typing import Any
+
+from torch import fx
 
 from passes.graph.blocks import block_of
 from passes.graph.graph import OpGraph, tensor_specs
 from passes.graph.part import part_of
 from passes.graph.recomputed import recomputed_ops
 from passes.graph.state import colocated
-from passes.search.hybrid.stages import structure_of
 
 
 @dataclass(frozen=True, eq=False)
@@ -29,6 +32,10 @@ class Pieces:
     parts: tuple[OpGraph, ...]
     blocks: tuple[str, ...]
     """The block that each piece is, "" where it is none."""
+    marks: Mapping[str, str] = field(default_factory=dict)
+    """Words that tell nodes of equal pieces apart."""
+    parted: bool = False
+    """Blocks may be several pieces: a stage computes all of those that it has again, or none."""
 
     def __len__(self) -> int:
         return len(self.ops)
@@ -61,11 +68,10 @@ class Pieces:
         known: dict[object, int] = {}
         found = []
         for number, part in enumerate(self.parts):
-            marks = {
-                node: "stream"
-                for node in (self.streams[number], self.streams[number + 1])
-                if node is not None
-            }
+            marks = dict(self.marks)
+            for node in (self.streams[number], self.streams[number + 1]):
+                if node is not None:
+                    marks[node] = f"stream {marks.get(node, '')}"
             leaving = tuple(output.name == self.streams[number + 1] for output in part.outputs)
             key = structure_of(part, marks), leaving
             found.append(known.setdefault(key, len(known)))
@@ -87,22 +93,51 @@ class Pieces:
         return found
 
 
-def pieces_of(graph: OpGraph) -> Pieces:
-    """Cut ``graph`` at its joints. Ops that must share a stage share a piece."""
+def pieces_of(
+    graph: OpGraph,
+    fewest: int = 1,
+    stage_of: Mapping[str, int] | None = None,
+    marks: Mapping[str, str] | None = None,
+) -> Pieces:
+    """Cut ``graph`` at its joints. Ops that must share a stage share a piece.
+
+    ``fewest``: pieces at least, where there may be so many: blocks are cut between modules for that, or between all ops.
+    Where it is several, ops outside of blocks are parted wherever one value crosses: a slow group may run a loss alone.
+    ``stage_of``: of each op, where stages begin at fixed ops; ``marks``: what tells nodes of equal pieces apart.
+    """
     blocks, copied = block_of(graph), recomputed_ops(graph)
-    runs: list[list[str]] = []
-    names: list[str] = []
-    for node in graph.ops:
-        if node.name in copied:
-            continue
-        own = blocks.get(node.name, "")
-        if not runs or own != names[-1]:
-            runs.append([])
-            names.append(own)
-        runs[-1].append(node.name)
-    runs, names = _joined(graph, runs, names)
-    parts = [part_of(graph, run, copied) for run in runs]
-    return Pieces(graph, tuple(map(tuple, runs)), tuple(parts), tuple(names))
+    ops = [node for node in graph.ops if node.name not in copied]
+    stages = stage_of or {}
+    by_block: list[tuple[object, ...]] = [(stages.get(op.name, 0), blocks.get(op.name, "")) for op in ops]
+    if fewest > 1:
+        narrow = _narrow_joints(ops)
+        by_block = [key if key[1] else (*key, at) for key, at in zip(by_block, narrow, strict=True)]
+    by_module = [(*key, str(op.meta.get("module_path", ""))) for key, op in zip(by_block, ops, strict=True)]
+    for keys in (by_block, by_module, range(len(ops))):
+        runs = [list(run) for _, run in groupby(range(len(ops)), key=keys.__getitem__)]
+        names = [blocks.get(ops[run[0]].name, "") for run in runs]
+        made, names = _joined(graph, [[ops[at].name for at in run] for run in runs], names)
+        if len(made) >= fewest:
+            break
+    parts = [part_of(graph, run, copied) for run in made]
+    parted = keys is not by_block
+    return Pieces(graph, tuple(map(tuple, made)), tuple(parts), tuple(names), marks or {}, parted)
+
+
+def _narrow_joints(ops: Sequence[fx.Node]) -> list[int]:
+    """[ops] how many joints that a single value crosses lie before each."""
+    position = {op.name: at for at, op in enumerate(ops)}
+    last = {
+        source.name: at
+        for at, op in enumerate(ops)
+        for source in op.all_input_nodes
+        if source.name in position
+    }
+    change = [0] * (len(ops) + 1)
+    for name, reader in last.items():
+        change[position[name] + 1] += 1
+        change[reader + 1] -= 1
+    return list(accumulate(crossing == 1 for crossing in accumulate(change[:-1])))
 
 
 def value_bytes(graph: OpGraph, name: str, samples: int | None = None) -> int:
@@ -131,3 +166,30 @@ def _joined(graph: OpGraph, runs: list[list[str]], names: list[str]) -> tuple[li
             found.append(list(run))
             kept.append(names[number])
     return found, kept
+
+
+def structure_of(part: OpGraph, marks: Mapping[str, str]) -> object:
+    """Return everything about a part that its sharding follows from, names aside: equal parts have equal structures."""
+    number = {node.name: i for i, node in enumerate(part.graph.nodes)}
+
+    def plain(argument: Any) -> Any:
+        if isinstance(argument, fx.Node):
+            return ("node", number[argument.name])
+        if isinstance(argument, list | tuple):
+            return tuple(map(plain, argument))
+        if isinstance(argument, dict):
+            return tuple((name, plain(value)) for name, value in sorted(argument.items()))
+        return str(argument)
+
+    def of(node: fx.Node) -> object:
+        role = str(node.target) if node.op == "call_function" else ""
+        return (
+            part.input_of[node.name].kind if node.op == "placeholder" else role,
+            plain(node.args),
+            plain(dict(node.kwargs)),
+            tuple((spec.shape, spec.dtype) for spec in tensor_specs(node)) if node.op != "output" else (),
+            node.name in part.needs_grad,
+            marks.get(node.name, ""),
+        )
+
+    return tuple(map(of, part.graph.nodes))

@@ -9,7 +9,7 @@ samples, else whole. A stream, which only the pieces at one joint know, has any 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -20,6 +20,7 @@ from cost_models.arrays import FloatArray
 from cost_models.cluster import ClusterSpec
 from cost_models.layout import Mesh, Replicate, Shard
 from passes.costs.costs import GraphCosts, costs_of
+from passes.graph.blocks import GATHERS, regions_of
 from passes.graph.graph import OpGraph
 from passes.lower.job import Job
 from passes.search.feature.bound import wire_tables
@@ -34,6 +35,7 @@ from passes.search.feature.setting import PartPlace, Setting
 from passes.search.feature.ties import each_without_needless_sums
 from passes.search.hybrid.recipes.eliminate import Amounts, Elimination, eliminate
 from passes.search.hybrid.recipes.joints import Pieces
+from passes.search.recomputed import Regions
 from passes.shard.discover import Discovery
 from passes.shard.words import Placements
 from passes.timings import phase
@@ -99,6 +101,17 @@ class Recipes(Least):
         return tuple(int(u.index[k]) for u, k in zip(self.problem.units, chosen, strict=True))
 
 
+@dataclass(frozen=True, eq=False)
+class _Space:
+    """A class of pieces: its problem without numbers, and what its units are held to."""
+
+    graph: FeatureGraph
+    pins: Mapping[str, Pin]
+    """On the axis of replicas, which share the samples."""
+    fixed: Mapping[str, Pin]
+    """By the user, on all axes."""
+
+
 @dataclass(eq=False)
 class PieceSearch:
     """Finds the recipes of the classes of pieces."""
@@ -108,9 +121,11 @@ class PieceSearch:
     shared: frozenset[str]
     """Parameters and buffers that several pieces read: whole on every rank."""
     discovery: Discovery = field(default_factory=Discovery.stored)
-    _spaces: dict[tuple[int, bool, bool, bool], tuple[FeatureGraph, dict[str, Pin]]] = field(
-        default_factory=dict
-    )
+    fixed: Callable[[GroupKind], Mapping[str, Pin]] | None = None
+    """The pins of the model's nodes on groups with such axes, beside those of replicas."""
+    gathers: bool = False
+    """Backward gathers again what was gathered for a product with a parameter, as far as it computes no block again."""
+    _spaces: dict[tuple[int, bool, bool, bool], _Space] = field(default_factory=dict)
     _costs: dict[int, GraphCosts] = field(default_factory=dict)
     _bridges: dict[GroupKind, Bridges] = field(default_factory=dict)
 
@@ -146,10 +161,11 @@ class PieceSearch:
     ) -> FeatureProblem:
         """Make the feature-wise problem of a class of pieces. ``again``: its ops run again in backward; ``ops_cost``: False
         where only parameters are asked about."""
-        space, pins = self._space(kind, group, again=again)
+        made = self._space(kind, group, again=again)
+        space, pins, fixed = made.graph, made.pins, made.fixed
         names = tuple(name for name, _ in group.axes)
         part = PartPlace(group.ranks, names, shared=self.shared.intersection(space.graph.parameters))
-        regions = self._regions(kind) if again else ()
+        regions = self._regions(kind, again=again)
         setting = Setting(self.cluster, job, 0.0, regions, part)
         if group not in self._bridges:
             self._bridges[group] = Bridges(group.mesh.shape, setting.links(group.mesh))
@@ -159,7 +175,8 @@ class PieceSearch:
             numbers = numbers if pin is None else restricted(unit, numbers, pin, len(names))
             if group.replicas > 1 and unit.kind == "op":
                 numbers = self._whole_on_replicas(unit, numbers)
-            return self._at_joints(kind, group, unit, numbers)
+            numbers = self._at_joints(kind, group, unit, numbers)
+            return restricted(unit, numbers, fixed[unit.name], len(names)) if unit.name in fixed else numbers
 
         bridges = self._bridges[group]
         return build_problem(space, group.mesh, microbatches, setting, bridges, restrict, ops_cost=ops_cost)
@@ -205,24 +222,36 @@ class PieceSearch:
             found.append(most if self.pieces.blocks[first] else 0.0)
         return np.array(found)
 
-    def _regions(self, kind: int) -> tuple[tuple[str, ...], ...]:
+    def _regions(self, kind: int, *, again: bool) -> Regions:
         piece = self.pieces.first[kind]
-        return (self.pieces.ops[piece],) if self.pieces.blocks[piece] else ()
+        if again and self.pieces.blocks[piece]:
+            return (self.pieces.ops[piece],)
+        return regions_of(self.part(kind), (GATHERS,)) if self.gathers else ()
 
-    def _space(self, kind: int, group: GroupKind, *, again: bool) -> tuple[FeatureGraph, dict[str, Pin]]:
+    def fixed_of(self, kind: int, group: GroupKind) -> Mapping[str, Pin]:
+        """Return what is fixed of the nodes of a class of pieces."""
+        return self._space(kind, group, again=False).fixed
+
+    def _space(self, kind: int, group: GroupKind, *, again: bool) -> _Space:
         key = (kind, again, group.replicas > 1, group.tensor > 1)
         if key not in self._spaces and again:
-            kept, pins = self._space(kind, group, again=False)
-            self._spaces[key] = kept.recomputing(self._regions(kind), whole=False), pins
+            kept = self._space(kind, group, again=False)
+            space = kept.graph.recomputing(self._regions(kind, again=True), whole=False)
+            self._spaces[key] = replace(kept, graph=space)
         if key not in self._spaces:
-            part, pins = self.part(kind), dict[str, Pin]()
+            part, pins, fixed = self.part(kind), dict[str, Pin](), dict[str, Pin]()
             if group.replicas > 1:
                 free = (None,) if group.tensor > 1 else ()
                 found = pins_of_part(part, self._by_samples, {}, self.shared)
                 pins = {node: replace(pin, rules=(*pin.rules, *free)) for node, pin in found.items()}
+            if self.fixed is not None:
+                fixed = pins_of_part(part, self.fixed(group), {}, self.shared)
+                pins = {node: pin for node, pin in pins.items() if node not in fixed or fixed[node].pattern}
             marks = {node: pin.mark for node, pin in pins.items()}
-            space = feature_graph(part, self.costs(kind), self.discovery.choices, marks)
-            self._spaces[key] = space, pins
+            marks |= {node: f"{marks.get(node, '')} {pin.mark}" for node, pin in fixed.items()}
+            regions = self._regions(kind, again=False)
+            space = feature_graph(part, self.costs(kind), self.discovery.choices, marks, regions, whole=False)
+            self._spaces[key] = _Space(space, pins, fixed)
         return self._spaces[key]
 
     def _streams(self, kind: int) -> tuple[str | None, str | None]:

@@ -11,16 +11,19 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 
-from cost_models.errors import InfeasibleError
+from cost_models.errors import InfeasibleError, UsageError
 from cost_models.memory import OPTIMIZERS
 from cost_models.units import counted, format_bytes, percent
 from cost_models.variants import with_memory, with_more_nodes
 from passes.graph.blocks import block_of
 from passes.interrupts import may_be_lost
 from passes.progress import report_phase
+from passes.search.hybrid.fixed import Fixed
 from passes.search.hybrid.options import GroupOption
 from passes.search.hybrid.pools import Run
+from passes.search.hybrid.relax.changes import changes_of, lean_request
 from passes.search.hybrid.relax.relaxed import NEAR, Allowance, Fit, Relaxed, priced
+from passes.search.hybrid.request import HybridRequest
 from passes.search.hybrid.search import GroupSearch
 from passes.search.hybrid.solve import SolvedOption
 from passes.search.infeasible import held_whole, shortfalls
@@ -35,8 +38,13 @@ ARRANGEMENTS = 4
 """The number of ways to group the devices that are tried of these, by hand."""
 FEWEST_TABLES = 32
 """Tables that may be composed for other jobs and clusters, however few the search itself made: a few seconds."""
+MOST_CHANGES = 5
+"""Changes of what is fixed that are named at most."""
 MOST_TIMES = 8
 """Times the nodes that there are: further nodes are looked for up to here."""
+
+
+Plan = Callable[[HybridRequest], Simulated]
 
 
 @dataclass(eq=False)
@@ -45,6 +53,10 @@ class Relaxations:
 
     given: Relaxed
     one_queue: bool
+    plan: Plan | None = None
+    """Plans a request in which something else is fixed."""
+    least: Simulated | None = None
+    """The simulated pipeline that overflows least."""
     leanest: list[GroupOption] = field(default_factory=list)
     """Options that need the least memory, the fastest first."""
 
@@ -70,16 +82,45 @@ class Relaxations:
 
     def ways(self, growth: float | None) -> Iterator[str]:
         """Yield each change that helps, with its price."""
-        yield from self._recompute()
-        yield from self._schedule()
+        fixed = self.search.fixed
+        if fixed is None:
+            yield from self._recompute()
+            yield from self._schedule()
+        else:
+            yield from self._fixed(fixed)
         least = None if growth is None else self.given.least_room(growth)
         if least is None:
             return
         self.leanest = [solved.option for solved in self.given.surveyed(least * LEANEST)]
         further = self._microbatches, self._optimizer, self._batch, partial(self._memory, least), self._nodes
-        for ways in further:
+        for ways in further if fixed is None else [partial(self._memory, least)]:
             if self.given.is_in_time:
                 yield from ways()
+
+    def _fixed(self, fixed: Fixed) -> Iterator[str]:
+        """Find the smallest change of each thing that is fixed; of all that leave the groups as they are, if none does."""
+        helped = 0
+        for about, changes in changes_of(fixed.request, fixed.degrees, self.least):
+            for words, request in changes:
+                found = self._planned(request) if helped < MOST_CHANGES else None
+                if found is not None:
+                    helped += 1
+                    yield f"{words}{about}: fits, {priced(found)}"
+                    break
+        if not helped:
+            words, request = lean_request(fixed.request, fixed.degrees)
+            found = self._planned(request)
+            if found is not None:
+                yield f"{words}: fits, {priced(found)}"
+
+    def _planned(self, request: HybridRequest) -> Simulated | None:
+        """Plan a changed request; None where nothing fits, or the change cannot be made."""
+        if self.plan is None or not self.given.is_in_time:
+            return None
+        try:
+            return self.plan(request)
+        except (UsageError, InfeasibleError):
+            return None
 
     def _recompute(self) -> Iterator[str]:
         if self.search.recompute != "none" or not any(self.search.pieces.blocks):
@@ -208,20 +249,23 @@ def infeasible(
     one_queue: bool,
     untried: str,
     deadline: float,
+    plan: Plan | None = None,
 ) -> InfeasibleError:
     """Say what is short in the plan that overflows least, and what would do. ``tried``: what was simulated.
 
     ``untried``: says how many options were left, if any, and why. ``deadline``: value of ``time.perf_counter`` to stop at.
+    ``plan``: plans a request in which something else is fixed.
     """
     report_phase("what would fit")
     allowance = Allowance(max(FEWEST_TABLES, len(search.tables.known)))
-    relaxations = Relaxations(Relaxed(search, judge, fit, allowance, deadline), one_queue)
+    relaxations = Relaxations(Relaxed(search, judge, fit, allowance, deadline), one_queue, plan)
     found, ways = list(tried), list[str]()
     try:
         with may_be_lost():
             growth = relaxations.growth()
             if growth is not None and not found:
                 found.append(growth[1])
+            relaxations.least = min(found, key=lambda s: s.overflow_bytes, default=None)
             for way in relaxations.ways(None if growth is None else growth[0]):
                 ways.append(way)
             if not relaxations.given.is_in_time:
@@ -237,11 +281,11 @@ def infeasible(
         because += shortfalls(enumerate(map(int, least.peak_bytes)), judge.cluster.devices)
     discovery = search.piece_search.discovery
     because += held_whole(search.graph, (n.name for n in search.graph.ops if discovery.only_whole(n)))
-    return InfeasibleError(
-        f"{search.graph.model_name} does not fit {judge.cluster.name}",
-        because,
-        ways or ["another model: no single change of the job or the cluster was found with which it fits"],
-    )
+    what, other = f"{search.graph.model_name} does not fit {judge.cluster.name}", "another model"
+    if search.fixed is not None:
+        what, other = f"{what} with {search.fixed.request.fix or 'layouts fixed'}", "fewer things fixed"
+    no_way = f"{other}: no single change of the job or the cluster was found with which it fits"
+    return InfeasibleError(what, because, ways or [no_way])
 
 
 @dataclass(frozen=True, eq=False)

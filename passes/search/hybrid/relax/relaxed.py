@@ -18,8 +18,9 @@ from cost_models.units import format_seconds
 from passes.lower.job import Job
 from passes.search.hybrid.options import GroupOption
 from passes.search.hybrid.recipes.composed import Composed
-from passes.search.hybrid.search import SLACK, GroupSearch
+from passes.search.hybrid.search import GroupSearch
 from passes.search.hybrid.solve import SolvedOption
+from passes.search.hybrid.survey import SLACK, survey
 from passes.search.judge import Judge, Simulated, fastest_fitting
 
 NEAR = 1.01
@@ -73,12 +74,14 @@ class Relaxed:
 
     def _anew(self, judge: Judge, tables: Mapping[Hashable, Composed]) -> Relaxed:
         search = replace(self.search, cluster=judge.cluster, job=judge.job)
+        if search.fixed is not None:
+            search = search.fixing(replace(search.fixed.request, job=judge.job))
         search.tables.known.update(tables)
         return replace(self, search=search, judge=judge)
 
     def surveyed(self, room: float = 1.0) -> tuple[SolvedOption, ...]:
         """Solve all options with this share of the memory, the fastest first."""
-        return self.search.survey(self.deadline, room).solved
+        return survey(self.search, self.deadline, room).solved
 
     def solved(self, options: Sequence[GroupOption], room: float = 1.0) -> list[SolvedOption]:
         """Solve these options, as long as tables may be composed; the fastest first."""

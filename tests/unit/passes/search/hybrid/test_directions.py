@@ -21,10 +21,10 @@ from passes.compile import Compiled, compile_graph
 from passes.costs.costs import costs_of
 from passes.graph.graph import OpGraph
 from passes.lower.job import Job
-from passes.search.hybrid import search
 from passes.search.hybrid.request import HybridRequest
 from passes.search.hybrid.search import GroupSearch
 from passes.search.hybrid.solve import SolvedOption, fastest
+from passes.search.hybrid.survey import survey
 from passes.search.judge import Simulated
 from passes.trace.trace import trace
 
@@ -86,7 +86,7 @@ def cluster(
 
 def best(machine: ClusterSpec) -> SolvedOption:
     costs = costs_of(graph(), machine)
-    return GroupSearch(graph(), costs, machine, Job(SAMPLES)).survey(math.inf).solved[0]
+    return survey(GroupSearch(graph(), costs, machine, Job(SAMPLES)), math.inf).solved[0]
 
 
 def planned(machine: ClusterSpec, **further: float) -> Compiled:
@@ -132,7 +132,7 @@ def test_more_micro_batches_prefer_fewer_replicas() -> None:
     replicas = []
     for count in (1, 4, 16, 32):
         search = GroupSearch(graph(), costs_of(graph(), machine), machine, Job(128), microbatches=count)
-        (run,) = search.survey(math.inf).solved[0].option.runs
+        (run,) = survey(search, math.inf).solved[0].option.runs
         assert run.replicas * run.groups == machine.world_size
         replicas.append(run.replicas)
     assert replicas == sorted(replicas, reverse=True)
@@ -185,7 +185,7 @@ def test_ctrl_c_takes_the_best_so_far_if_there_is_one(call: int) -> None:
             raise KeyboardInterrupt
         return fastest(*given, **more)
 
-    with mock.patch.object(search, "fastest", interrupted):
+    with mock.patch("passes.search.hybrid.survey.fastest", interrupted):
         if call == 0:
             with pytest.raises(KeyboardInterrupt):
                 planned(cluster())

@@ -18,7 +18,8 @@ from passes.costs.costs import costs_of
 from passes.graph.graph import OpGraph
 from passes.lower.job import Job
 from passes.search.hybrid.bounds import GAP
-from passes.search.hybrid.search import SLACK, GroupSearch
+from passes.search.hybrid.search import GroupSearch
+from passes.search.hybrid.survey import SLACK, survey
 from passes.trace.trace import trace
 from tests.support.every_pipeline import EveryPipeline
 from tests.support.matrix import thinned
@@ -119,15 +120,15 @@ def test_the_optimum_is_that_of_every_pipeline_that_fits(seeds: range) -> None:
         every = EveryPipeline(own, recompute=own.recompute)
         least = {option: every.least(option) for option in own.options()}
         best = min(least.values())
-        survey = own.survey(math.inf)
-        assert survey.bound_seconds <= best * (1 + 1e-9), seed
-        for option, bound in survey.bounds:
+        surveyed = survey(own, math.inf)
+        assert surveyed.bound_seconds <= best * (1 + 1e-9), seed
+        for option, bound in surveyed.bounds:
             assert bound <= max(least[option], best * SLACK) * (1 + 1e-9), (seed, option)
         feasible += math.isfinite(best)
-        found = survey.solved[0].seconds if survey.solved else math.inf
+        found = surveyed.solved[0].seconds if surveyed.solved else math.inf
         assert found >= best * (1 - 1e-9), seed
         missed += found > best * (1 + GAP)
-        assert all(own.fits(solved) for solved in survey.solved), seed
+        assert all(own.fits(solved) for solved in surveyed.solved), seed
     assert feasible
     assert missed <= 1
 
@@ -138,6 +139,6 @@ def test_with_room_for_everything_bound_and_optimum_are_one(seeds: range) -> Non
         own = random_search(seed, tight=False)
         every = EveryPipeline(own, recompute=own.recompute)
         best = min(every.least(option) for option in own.options())
-        survey = own.survey(math.inf)
-        assert survey.solved[0].pipeline.objective_seconds == pytest.approx(best, rel=1e-9), seed
-        assert best * (1 - 2 * GAP) <= survey.bound_seconds <= best * (1 + 1e-9), seed
+        surveyed = survey(own, math.inf)
+        assert surveyed.solved[0].pipeline.objective_seconds == pytest.approx(best, rel=1e-9), seed
+        assert best * (1 - 2 * GAP) <= surveyed.bound_seconds <= best * (1 + 1e-9), seed

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from cost_models.errors import UsageError
-from passes.search.hybrid.degrees import degrees_of, microbatch_counts
 from passes.search.hybrid.fix import Fix, read_fix
+from passes.search.hybrid.fixed import degrees_of, microbatch_counts
 
 
 def test_text_and_mapping_are_read_alike() -> None:
@@ -43,28 +43,23 @@ def test_what_cannot_be_read_is_refused_in_words(given: object, said: str) -> No
         read_fix(given)  # type: ignore[arg-type]
 
 
-def sizes(fix: str, world: int) -> list[list[object]]:
-    """Per group: its first rank, and (axis, size, pattern) of each axis; "searched" where that is open."""
+def arranged(fix: str, world: int, samples: int) -> list[list[tuple[int, int, int]]]:
+    """Per way to arrange the groups: the first rank of each, its replicas and shards."""
     degrees = degrees_of(read_fix(fix), world)
     return [
-        [group[0], *(degrees.axes(number, read_fix(fix).zero or 0) or ["searched"] * (len(group) > 1))]
-        for number, group in enumerate(degrees.groups)
+        [(group[0], *shape) for group, shape in zip(degrees.groups, shapes, strict=True)]
+        for shapes in degrees.shapes(samples)
     ]
 
 
 def test_degrees_that_are_left_out_follow_from_the_others() -> None:
-    pair = [("data", 2, "data"), ("tensor", 4, "column_row")]
-    assert sizes("pipeline=2 tensor=4", 16) == [[0, *pair], [8, *pair]]
-    assert sizes("data=2 tensor=4", 16) == [[0, *pair], [8, *pair]]
-    assert sizes("pipeline=2 data=2", 16) == [[0, *pair], [8, *pair]]
-    assert sizes("data=8 zero=3", 8) == [[0, ("data", 8, "zero3")]]
-    assert sizes("pipeline=2 sequence=2", 4) == [
-        [0, ("tensor", 2, "sequence")],
-        [2, ("tensor", 2, "sequence")],
-    ]
-    assert sizes("pipeline=2", 4) == [[0, "searched"], [2, "searched"]]
-    assert sizes("groups=1,3 zero=1", 4) == [[0], [1, ("data", 3, "zero1")]]
-    assert sizes("", 4) == [[0, "searched"]]
+    for fix in ("pipeline=2 tensor=4", "data=2 tensor=4", "pipeline=2 data=2"):
+        assert arranged(fix, 16, 4) == [[(0, 2, 4), (8, 2, 4)]]
+    assert arranged("data=8 zero=3", 8, 8) == [[(0, 8, 1)]]
+    assert arranged("pipeline=2 sequence=2", 4, 1) == [[(0, 1, 2), (2, 1, 2)]]
+    assert arranged("groups=1,3 zero=1", 4, 6) == [[(0, 1, 1), (1, 3, 1)]]
+    assert arranged("pipeline=2", 4, 2) == [[(0, 2, 1), (2, 2, 1)], [(0, 1, 2), (2, 1, 2)]]
+    assert arranged("", 4, 2) == [[(0, 2, 2)], [(0, 1, 4)]]
     assert degrees_of(read_fix("pipeline=8 interleave=5 tensor=4"), 64).stages == 40
 
 
@@ -89,7 +84,7 @@ def test_micro_batches_are_whole_samples_on_every_replica() -> None:
         return microbatch_counts(read_fix(fix), degrees_of(read_fix(fix), 8), batch, wanted)
 
     assert counts("pipeline=2 tensor=2 microbatch=1", 16) == [8]
-    assert counts("pipeline=2 tensor=2", 16) == [2, 4, 8]
+    assert counts("pipeline=2 tensor=2", 16) == [1, 2, 4, 8]
     assert counts("pipeline=2 tensor=2", 16, 4) == [4]
     assert counts("data=8", 16) == [1, 2]
     with pytest.raises(UsageError, match="2 does not divide 15"):

@@ -32,6 +32,7 @@ from passes.search.hybrid.recipes import pieces as pieces_module
 from passes.search.hybrid.recipes.composed import Composed
 from passes.search.hybrid.recipes.eliminate import KEPT_KINDS
 from passes.search.hybrid.search import GroupSearch
+from passes.search.hybrid.survey import survey
 from passes.trace.trace import trace
 from tests.distributed.sharded_models import Gpt, gpt_batch
 from tests.support.every_pipeline import EveryPipeline, Way, undominated
@@ -166,19 +167,19 @@ CASES = [(model, seed) for seed in range(12) for model in ("gpt", "tied", "mixtr
 def test_the_optimum_is_that_of_every_choice_listed(model: str, seed: int) -> None:
     with thin(seed), mock.patch.object(bounds_module, "GAP", 1e-10):
         own, every = listed(model, seed, tight=False)
-        survey = own.survey(math.inf)
+        surveyed = survey(own, math.inf)
         least = min(every.least(option) for option in own.options())
-    assert survey.solved[0].pipeline.objective_seconds == pytest.approx(least, rel=1e-9)
+    assert surveyed.solved[0].pipeline.objective_seconds == pytest.approx(least, rel=1e-9)
     if least < POSSIBLE_SECONDS:
-        assert least * (1 - 1e-6) <= survey.bound_seconds <= least * (1 + 1e-9)
+        assert least * (1 - 1e-6) <= surveyed.bound_seconds <= least * (1 + 1e-9)
 
 
 @pytest.mark.parametrize(("model", "seed"), thinned(CASES, [("gpt2", 2)]))
 def test_no_choice_that_fits_is_below_the_bound(model: str, seed: int) -> None:
     with thin(seed):
         own, every = listed(model, seed, tight=True)
-        survey = own.survey(math.inf)
+        surveyed = survey(own, math.inf)
         least = min(every.least(option) for option in own.options())
-    assert survey.bound_seconds <= least * (1 + 1e-9)
-    if survey.solved and own.fits(survey.solved[0]):
-        assert survey.solved[0].pipeline.objective_seconds >= least * (1 - 1e-9)
+    assert surveyed.bound_seconds <= least * (1 + 1e-9)
+    if surveyed.solved and own.fits(surveyed.solved[0]):
+        assert surveyed.solved[0].pipeline.objective_seconds >= least * (1 - 1e-9)

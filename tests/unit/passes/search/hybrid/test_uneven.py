@@ -18,6 +18,7 @@ from passes.graph.graph import OpGraph
 from passes.lower.job import Job
 from passes.search.hybrid.search import GroupSearch
 from passes.search.hybrid.solve import SolvedOption
+from passes.search.hybrid.survey import survey
 from passes.trace.trace import trace
 from tests.unit.passes.search.hybrid.test_directions import cluster
 
@@ -64,11 +65,11 @@ def test_first_and_last_stage_get_fewer_layers() -> None:
     graph = trace(Deep(), {"x": torch.randn(2, 256)}, loss_reduction="mean")
     machine = cluster(speeds=(1.0,) * GROUPS, each=1)
     search = GroupSearch(graph, costs_of(graph, machine), machine, Job(32), microbatches=32, schedule="1f1b")
-    survey = search.survey(math.inf)
-    best = survey.solved[0]
+    surveyed = survey(search, math.inf)
+    best = surveyed.solved[0]
     assert best.option.groups == GROUPS
     assert layers_of(graph, search, best) == [7, *[8] * 14, 7]
-    assert survey.bound_seconds <= best.seconds <= survey.bound_seconds * 1.01
+    assert surveyed.bound_seconds <= best.seconds <= surveyed.bound_seconds * 1.01
 
 
 @pytest.mark.matrix

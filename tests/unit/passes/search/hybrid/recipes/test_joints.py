@@ -35,3 +35,15 @@ def test_equal_blocks_are_one_class() -> None:
     assert len(set(blocks)) == 1
     assert not others & set(blocks)
     assert all(stream is not None for stream in found.streams[1:-1])
+
+
+def test_what_is_outside_of_blocks_is_parted_where_one_value_crosses() -> None:
+    """Embeddings are not: two values cross between them. The loss of a head is a piece of its own, or several."""
+    graph = load("gpt2")[1]
+    whole, parted = pieces_of(graph), pieces_of(graph, fewest=2)
+    after = [[op for ops in each.ops for op in ops][-len(each.ops[-1]) :] for each in (whole, parted)]
+    assert len(after[1]) < len(after[0])
+    assert parted.blocks[0] == ""
+    assert parted.ops[0] == whole.ops[0]
+    assert [name for name in parted.blocks if name] == [name for name in whole.blocks if name]
+    assert all(parted.streams[joint] is not None for joint in range(1, len(parted)))

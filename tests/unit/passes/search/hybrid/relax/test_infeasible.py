@@ -20,12 +20,12 @@ from passes.costs.costs import costs_of
 from passes.graph.graph import OpGraph
 from passes.lower.job import Job
 from passes.search.fastest import fastest_of
-from passes.search.hybrid import search
 from passes.search.hybrid.fix import Fix, read_fix
 from passes.search.hybrid.provider import GroupsProvider
 from passes.search.hybrid.relax.infeasible import largest, smallest
 from passes.search.hybrid.request import HybridRequest
 from passes.search.hybrid.search import GroupSearch
+from passes.search.hybrid.survey import survey
 from passes.search.judge import Judge, Simulated
 from passes.search.place import place_stages
 from passes.trace.trace import trace
@@ -234,8 +234,8 @@ def test_devices_that_cannot_hold_the_parameters_once_are_not_searched() -> None
     for memory, searched in ((5 * MIB, False), (TIGHT, True)):
         machine = cluster(memory_bytes=memory)
         own = GroupSearch(graph(), costs_of(graph(), machine), machine, request.job)
-        survey = own.survey(math.inf)
-        assert not survey.solved
+        surveyed = survey(own, math.inf)
+        assert not surveyed.solved
         assert bool(own.tables.known) is searched
 
 
@@ -243,11 +243,11 @@ def test_a_search_that_finds_nothing_ends_with_the_time_limit(monkeypatch: pytes
     """Not before some options were tried: a first plan is worth waiting for."""
     machine = cluster(memory_bytes=TIGHT)
     own = GroupSearch(graph(), costs_of(graph(), machine), machine, Job(SAMPLES))
-    monkeypatch.setattr(search, "PATIENCE", len(own.options()))
-    patient = own.survey(0.0)
+    monkeypatch.setattr("passes.search.hybrid.survey.PATIENCE", len(own.options()))
+    patient = survey(own, 0.0)
     assert (patient.solved, patient.stopped) == ((), "")
-    monkeypatch.setattr(search, "PATIENCE", 1)
-    hasty = own.survey(0.0)
+    monkeypatch.setattr("passes.search.hybrid.survey.PATIENCE", 1)
+    hasty = survey(own, 0.0)
     assert (hasty.solved, hasty.stopped) == ((), "time limit")
     error = refused(graph(), machine, HybridRequest(Job(SAMPLES), time_limit_seconds=1e-6))
     assert "that was looked at fits" in error.because[0]
@@ -270,7 +270,7 @@ def test_parameters_that_nobody_reads_need_no_memory_of_a_pipeline() -> None:
     own = trace(Spare(), {"x": torch.randn(SAMPLES, 64)}, loss_reduction="mean")
     machine = cluster(memory_bytes=1.5e6)
     search = GroupSearch(own, costs_of(own, machine), machine, Job(SAMPLES))
-    assert search.survey(math.inf).solved
+    assert survey(search, math.inf).solved
 
 
 @pytest.mark.parametrize("seconds", [0.0, 0.5, 1.5, 4.0])
