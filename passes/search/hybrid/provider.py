@@ -16,7 +16,7 @@ from passes.search.fastest import ROOM_LEFT, share_of_need, until_it_fits
 from passes.search.feature.result import origins_of
 from passes.search.hybrid.evaluate import AGREEMENT, CandidateCost, check_agreement
 from passes.search.hybrid.options import GroupOption
-from passes.search.hybrid.relax.infeasible import Plan, infeasible
+from passes.search.hybrid.relax.infeasible import Planner, infeasible
 from passes.search.hybrid.search import GroupSearch
 from passes.search.hybrid.solve import SolvedOption
 from passes.search.hybrid.stages import StageSharded, shard_stages
@@ -46,7 +46,7 @@ class GroupsProvider:
     only_if: Literal["", "short of memory", "nothing fits"] = ""
     """Nothing is looked for otherwise; short of memory: if ``beside`` was."""
     beside: GroupsProvider | None = None
-    plan: Plan | None = None
+    plan: Planner | None = None
     """Plans a request in which something else is fixed, for suggestions where nothing fits; None: none are wanted."""
     words = "stages on device groups"
     objective = "fill * sum(stage + link seconds) + (microbatches - fill) * chunks * longest stage or link"

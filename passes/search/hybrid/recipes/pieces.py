@@ -102,14 +102,14 @@ class Recipes(Least):
 
 
 @dataclass(frozen=True, eq=False)
-class _Space:
+class _PinnedSpace:
     """A class of pieces: its problem without numbers, and what its units are held to."""
 
     graph: FeatureGraph
     pins: Mapping[str, Pin]
-    """On the axis of replicas, which share the samples."""
+    """What replicas hold, on their axis: they share the samples."""
     fixed: Mapping[str, Pin]
-    """By the user, on all axes."""
+    """What the user fixed, on all axes."""
 
 
 @dataclass(eq=False)
@@ -125,7 +125,7 @@ class PieceSearch:
     """The pins of the model's nodes on groups with such axes, beside those of replicas."""
     gathers: bool = False
     """Backward gathers again what was gathered for a product with a parameter, as far as it computes no block again."""
-    _spaces: dict[tuple[int, bool, bool, bool], _Space] = field(default_factory=dict)
+    _spaces: dict[tuple[int, bool, bool, bool], _PinnedSpace] = field(default_factory=dict)
     _costs: dict[int, GraphCosts] = field(default_factory=dict)
     _bridges: dict[GroupKind, Bridges] = field(default_factory=dict)
 
@@ -232,7 +232,7 @@ class PieceSearch:
         """Return what is fixed of the nodes of a class of pieces."""
         return self._space(kind, group, again=False).fixed
 
-    def _space(self, kind: int, group: GroupKind, *, again: bool) -> _Space:
+    def _space(self, kind: int, group: GroupKind, *, again: bool) -> _PinnedSpace:
         key = (kind, again, group.replicas > 1, group.tensor > 1)
         if key not in self._spaces and again:
             kept = self._space(kind, group, again=False)
@@ -251,7 +251,7 @@ class PieceSearch:
             marks |= {node: f"{marks.get(node, '')} {pin.mark}" for node, pin in fixed.items()}
             regions = self._regions(kind, again=False)
             space = feature_graph(part, self.costs(kind), self.discovery.choices, marks, regions, whole=False)
-            self._spaces[key] = _Space(space, pins, fixed)
+            self._spaces[key] = _PinnedSpace(space, pins, fixed)
         return self._spaces[key]
 
     def _streams(self, kind: int) -> tuple[str | None, str | None]:

@@ -44,7 +44,7 @@ MOST_TIMES = 8
 """Times the nodes that there are: further nodes are looked for up to here."""
 
 
-Plan = Callable[[HybridRequest], Simulated]
+Planner = Callable[[HybridRequest], Simulated]
 
 
 @dataclass(eq=False)
@@ -53,7 +53,7 @@ class Relaxations:
 
     given: Relaxed
     one_queue: bool
-    plan: Plan | None = None
+    plan: Planner | None = None
     """Plans a request in which something else is fixed."""
     least: Simulated | None = None
     """The simulated pipeline that overflows least."""
@@ -249,7 +249,7 @@ def infeasible(
     one_queue: bool,
     untried: str,
     deadline: float,
-    plan: Plan | None = None,
+    plan: Planner | None = None,
 ) -> InfeasibleError:
     """Say what is short in the plan that overflows least, and what would do. ``tried``: what was simulated.
 
