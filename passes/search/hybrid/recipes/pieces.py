@@ -107,9 +107,9 @@ class _PinnedSpace:
 
     graph: FeatureGraph
     pins: Mapping[str, Pin]
-    """What replicas hold, on their axis: they share the samples."""
+    """Pins on the axis of replicas, which share the samples."""
     fixed: Mapping[str, Pin]
-    """What the user fixed, on all axes."""
+    """Pins that the user fixed, on all axes."""
 
 
 @dataclass(eq=False)

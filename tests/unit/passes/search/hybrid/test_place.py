@@ -102,8 +102,11 @@ def test_stages_of_a_group_read_batches_on_one_mesh_in_one_layout(fix: str) -> N
             assert spec.placements == dict.fromkeys(read, (Shard(0),))
 
 
-def test_unequal_groups_get_work_by_their_devices(graph: OpGraph) -> None:
-    candidate = planned(graph, "groups=1,3", 4).outcome.best.candidate
+def test_unequal_groups_get_work_by_their_devices() -> None:
+    model = nn.Sequential(*(nn.Linear(768, 768) for _ in range(8)))
+    products = trace(model, torch.randn(2, 768), loss_fn=lambda output, _: output.square().mean())
+    request = HybridRequest(Job(6144), fix=read_fix("groups=1,3"))
+    candidate = compile_graph(products, ClusterSpec.local(4), request).outcome.best.candidate
     assert candidate.groups == ((0,), (1, 2, 3))
     ops = list(candidate.stage_of.values())
     assert ops.count(0) < ops.count(1)
