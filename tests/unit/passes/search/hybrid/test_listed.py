@@ -93,8 +93,8 @@ def whole_option(problem: FeatureProblem, unit: int) -> int:
 def thin(seed: int) -> Any:
     """Build problems of which a few options per unit are left, but for units at joints."""
 
-    def built(space: Any, mesh: Any, microbatches: int, *further: Any) -> FeatureProblem:
-        whole = build_problem(space, mesh, microbatches, *further)
+    def built(space: Any, mesh: Any, microbatches: int, *further: Any, **more: Any) -> FeatureProblem:
+        whole = build_problem(space, mesh, microbatches, *further, **more)
         if microbatches == MANY:
             return whole
         draw = random.Random(f"{seed} {mesh.shape} {space.graph.ops[0].name}")
