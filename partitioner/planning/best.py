@@ -177,7 +177,7 @@ def why_it_won(best: Compiled, compiled_plans: Sequence[Compiled], left_out: str
         if rival is None:
             too_slow.append(f"no {FAMILIES[family]}")
         else:
-            compared.append(f"the best {FAMILIES[family]} is {_slower(rival, won)}")
+            compared.append(f"the best {FAMILIES[family]} that was simulated is {_slower(rival, won)}")
     sentence = f"{best.outcome.label}, takes {format_seconds(won.step_seconds)} a step: {', '.join(compared)}"
     if too_slow:
         sentence += (

@@ -185,6 +185,9 @@ class _ProviderRuns:
         waiting: list[Proposal[Any]] = []
         overflowing: set[object] = set()
         for proposal in proposals:
+            if proposal.name:
+                tried += self._judged(provider, proposal, room)
+                continue
             if self.best is not None and time.perf_counter() > until:
                 break
             if proposal.seconds > provider.slack * self.known_seconds or self._is_slower(provider, proposal):
@@ -210,9 +213,12 @@ class _ProviderRuns:
     def _judged(self, provider: Provider[Any], proposal: Proposal[Any], room: float) -> list[Judged[Any]]:
         report_simulating(proposal.option)
         with may_be_lost(self.best is not None):
-            found = until_it_fits(
-                provider, self.judge, proposal, room, self._seen, self.best_seconds, self.known_seconds
-            )
+            if proposal.name:  # a row of every comparison: as it fits, however slow
+                found = until_it_fits(provider, self.judge, proposal, room, self._seen)[-1:]
+            else:
+                found = until_it_fits(
+                    provider, self.judge, proposal, room, self._seen, self.best_seconds, self.known_seconds
+                )
         self.tried += [(provider, own) for own in found]
         if self.best is not None:
             keep_from_here()

@@ -112,7 +112,8 @@ class RunnerUp:
     bounded: bool = False
     """True where it was proved slower without a simulation."""
     named: bool = False
-    """True for the plan that the search began with: always listed, even among many faster ones."""
+    """True for the plan that the search began with, and those that people know by name: always listed, even among many
+    faster ones."""
 
     @property
     def fits(self) -> bool:

@@ -26,6 +26,7 @@ from passes.graph.graph import OpGraph
 from passes.search.fastest import fastest_of
 from passes.search.feature.place import FeatureRequest
 from passes.search.feature.provider import MeshProvider
+from passes.search.hybrid.known import known_recipes
 from passes.search.hybrid.provider import GroupsProvider
 from passes.search.hybrid.request import HybridRequest
 from passes.search.hybrid.search import GroupSearch
@@ -135,6 +136,8 @@ def _providers(
     if one_stage and 1 < judge.cluster.world_size <= MOST_DEVICES_OF_A_MESH:
         mesh = FeatureRequest(job, microbatches=counts, recompute=recompute)
         found.append(MeshProvider(judge, mesh, discovery))
+    if groups.search.used is None:
+        found += known_recipes(groups, request)
     return found
 
 

@@ -11,7 +11,7 @@ A provider proposes pipelines, best first by its surrogate, and proves a bound o
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Generic, Literal, Protocol, TypeVar
 
 from cost_models.errors import PartitionerError
@@ -42,6 +42,8 @@ class Proposal(Generic[Solved_co]):
     """Seconds that its simulation cannot be below."""
     peak_bytes: int = 0
     """Bytes on the fullest device, as the provider estimates them."""
+    name: str = ""
+    """The name under which people look for it in any comparison: it is simulated whatever its surrogate says."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -54,7 +56,9 @@ class Judged(Generic[Solved_co]):
     @property
     def runner_up(self) -> RunnerUp:
         """It as one of those that were not chosen."""
-        return RunnerUp.of(Label.of(self.simulated.candidate), self.simulated)
+        name = self.proposal.name
+        label = Label(name, (name,)) if name else Label.of(self.simulated.candidate)
+        return replace(RunnerUp.of(label, self.simulated), named=bool(name))
 
 
 @dataclass(frozen=True, eq=False)

@@ -43,8 +43,8 @@ class GroupsProvider:
     search: GroupSearch
     judge: Judge
     one_queue: bool
-    only_if: Literal["", "short of memory", "nothing fits"] = ""
-    """Nothing is looked for otherwise; short of memory: if ``beside`` was."""
+    only_if: Literal["", "short of memory", "nothing fits", "compared"] = ""
+    """Nothing is looked for otherwise; short of memory: if ``beside`` was; compared: always, as a row beside others."""
     beside: GroupsProvider | None = None
     plan: Planner | None = None
     """Plans a request in which something else is fixed, for suggestions where nothing fits; None: none are wanted."""

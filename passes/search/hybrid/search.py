@@ -63,7 +63,7 @@ class GroupSearch:
     gathers: bool = False
     """Parameters are gathered again in backward (``PieceSearch``); of what is fixed only."""
     pieces: Pieces = field(init=False)
-    _crossing: dict[int, FloatArray] = field(default_factory=dict)
+    _crossing: dict[int, FloatArray] = field(default_factory=dict, init=False)
 
     def __post_init__(self) -> None:
         self.pieces = pieces_of(self.graph) if self.fixed is None else self.fixed.pieces
