@@ -57,7 +57,7 @@ def fastest_of(
         interrupted = True
     if search.best is None:
         first = search.ran[0]
-        raise first.refusal([j for p, j in search.tried if p is first], search.rooms[0])
+        raise first.refusal([j for p, j in search.tried if not isinstance(p, OnPart)], search.rooms[0])
     return search.outcome(interrupted=interrupted)
 
 
