@@ -104,7 +104,7 @@ def _only(option: GroupOption) -> Iterator[None]:
 
 @contextmanager
 def _in_way(name: str) -> Iterator[None]:
-    def fastest(self: Mixes, _: float) -> Fastest:
+    def fastest(self: Mixes, room_bytes: float, most_seconds: float = np.inf) -> Fastest:
         kept = [way for way, (_, again) in enumerate(self.ways) if not again]
         anew = [way for way, (_, again) in enumerate(self.ways) if again] or kept
         rest = {"dear memory": kept[-1], "computed again": anew[0]}.get(name, kept[0])

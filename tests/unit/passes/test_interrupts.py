@@ -15,7 +15,7 @@ from passes import compile as compiling
 from passes.compile import Compiled
 from passes.interrupts import best_so_far_kept, heed_interrupt, keep_from_here, may_be_lost
 from passes.search.certificate import Certificate
-from passes.search.hybrid import search
+from passes.search.hybrid import survey
 from passes.search.hybrid.search import GroupSearch
 from passes.search.judge import Judge
 from passes.search.layer.provider import LayerProvider
@@ -122,7 +122,7 @@ def pressed_in(owner: Any, name: str, call: int) -> Any:
 @pytest.mark.parametrize(
     ("where", "status"),
     [
-        (lambda: pressed_in(search, "fastest", 1), "interrupted"),
+        (lambda: pressed_in(survey, "fastest", 1), "interrupted"),
         (lambda: pressed_in(GroupSearch, "decode", 0), "optimal"),
         (lambda: pressed_in(Judge, "simulate", 0), "optimal"),
         (lambda: pressed_in(Judge, "simulate", 1), "interrupted"),
