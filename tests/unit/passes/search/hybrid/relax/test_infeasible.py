@@ -144,7 +144,9 @@ def test_each_suggestion_is_planned_and_fits(
     assert begins(found, *expected), found
 
 
+@pytest.mark.matrix
 def test_unlike_devices_are_suggested_in_times() -> None:
+    """Half a minute; ``test_changes_are_looked_for_until_time_runs_out`` has unlike devices too."""
     machine = cluster(speeds=(1.0, 2.0))
     nodes = with_memory(machine, 0.005).nodes[0], with_memory(machine, 0.006).nodes[1]
     machine = ClusterSpec.from_dict(machine.model_copy(update={"nodes": nodes}).to_dict())
