@@ -32,6 +32,7 @@ def test_the_hybrid_search_tells_its_options_and_bounds() -> None:
         found = planned(cluster()).outcome
     assert not is_watched()
     families = ["stages on device groups", "stages on single devices", "one stage on all devices"]
+    families.append("recipes that people know")
     before, behind = ["verify", "costs", "place"], ["bound", "bridge", "check", "baselines"]
     phases = list(dict.fromkeys(p.phase for p in told if p.phase != "simulating"))
     assert phases == [*before, *families, *behind]
