@@ -86,7 +86,7 @@ def with_model(plan: PlanData) -> str | None:
 def _why_cut(plan: PlanData) -> str:
     certificate = plan.certificate
     if FIXED in certificate.space:
-        return "groups and degrees were fixed by hand; what was not is cut between blocks, so that groups are equally busy"
+        return "groups and degrees were fixed by hand; the rest, cuts among it, was decided for all pieces together"
     text = "each device has one contiguous run of the program; where runs are cut was decided for all ops together: "
     if certificate.gap < PROVED:
         return f"{text}no other cuts of the space searched cost less by the surrogate"

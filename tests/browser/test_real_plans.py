@@ -33,7 +33,7 @@ def test_the_details_of_an_op_explain_it(open_page: Opener) -> None:
     search.press("ArrowDown")
     search.press("Enter")
     details = opened.details()
-    assert "stage 1 on ranks 2-3" in details
+    assert "stage 0 on ranks 0-1" in details
     assert "groups and degrees were fixed by hand" in details
     assert "partitioner explain 'a plan.json' linear --model MODEL" in details
 
