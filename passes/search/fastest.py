@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -38,10 +38,12 @@ def fastest_of(
     deadline: float,
     parts: Sequence[Part] = (),
     gap: float = 0.0,
+    rows: Iterable[Provider[Any]] = (),
 ) -> Outcome:
     """Return the fastest pipeline that fits; on Ctrl-C, or at the deadline, the fastest found so far.
 
     ``parts``: of the cluster, looked at after the whole, in their order, if they may be faster by more than ``gap``.
+    ``rows``: what is compared with it all, at the end, whatever the time.
 
     Raises what the first provider says if nothing fits, KeyboardInterrupt if nothing is found yet.
     """
@@ -51,6 +53,8 @@ def fastest_of(
             search.run(provider, others=len(providers) - 1 - number + len(parts))
         for part in parts:
             search.look_at(part)
+        for row in rows:
+            search.run(row, others=0)
     except KeyboardInterrupt:
         if search.best is None:
             raise

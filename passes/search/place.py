@@ -61,8 +61,13 @@ def place_stages(
         groups.plan = partial(_planned, judge, deadline)
     discovery = Discovery.stored()
     providers = _providers(judge, request, groups, discovery)
+    rows = (
+        known_recipes(groups, request)
+        if isinstance(request, HybridRequest) and request.open and groups
+        else ()
+    )
     return fastest_of(
-        providers, judge, deadline, list(_parts(judge, request, groups, discovery)), request.gap
+        providers, judge, deadline, list(_parts(judge, request, groups, discovery)), request.gap, rows
     )
 
 
@@ -136,8 +141,6 @@ def _providers(
     if one_stage and 1 < judge.cluster.world_size <= MOST_DEVICES_OF_A_MESH:
         mesh = FeatureRequest(job, microbatches=counts, recompute=recompute)
         found.append(MeshProvider(judge, mesh, discovery))
-    if groups.search.used is None:
-        found += known_recipes(groups, request)
     return found
 
 
