@@ -54,7 +54,7 @@ def fastest_of(
         for part in parts:
             search.look_at(part)
         for row in rows:
-            search.run(row, others=0)
+            search.compare(row)
     except KeyboardInterrupt:
         if search.best is None:
             raise
@@ -159,6 +159,17 @@ class _ProviderRuns:
 
         memory_rounds(round_of, 1.0)
 
+    def compare(self, row: Provider[Any]) -> None:
+        """Simulate what a row of every comparison proposes until it fits, however slow it is."""
+        report_phase(row.words)
+        with may_be_lost(self.best is not None):
+            for proposal in row.proposals(math.inf, 1.0, _later(self.deadline, 1 / 2)):
+                report_simulating(proposal.option)
+                *_, last = until_it_fits(row, self.judge, proposal, 1.0, set())
+                self.tried.append((row, last))
+        if self.best is not None:
+            keep_from_here()
+
     def look_at(self, part: Part) -> None:
         """Search a part of the cluster, if it may be faster than what is known: if nothing fits the whole, if it has the
         larger devices."""
@@ -189,9 +200,6 @@ class _ProviderRuns:
         waiting: list[Proposal[Any]] = []
         overflowing: set[object] = set()
         for proposal in proposals:
-            if proposal.name:
-                tried += self._judged(provider, proposal, room)
-                continue
             if self.best is not None and time.perf_counter() > until:
                 break
             if proposal.seconds > provider.slack * self.known_seconds or self._is_slower(provider, proposal):
@@ -217,12 +225,9 @@ class _ProviderRuns:
     def _judged(self, provider: Provider[Any], proposal: Proposal[Any], room: float) -> list[Judged[Any]]:
         report_simulating(proposal.option)
         with may_be_lost(self.best is not None):
-            if proposal.name:  # a row of every comparison: as it fits, however slow
-                found = until_it_fits(provider, self.judge, proposal, room, self._seen)[-1:]
-            else:
-                found = until_it_fits(
-                    provider, self.judge, proposal, room, self._seen, self.best_seconds, self.known_seconds
-                )
+            found = until_it_fits(
+                provider, self.judge, proposal, room, self._seen, self.best_seconds, self.known_seconds
+            )
         self.tried += [(provider, own) for own in found]
         if self.best is not None:
             keep_from_here()

@@ -43,7 +43,7 @@ class Proposal(Generic[Solved_co]):
     peak_bytes: int = 0
     """Bytes on the fullest device, as the provider estimates them."""
     name: str = ""
-    """The name under which people look for it in any comparison: it is simulated whatever its surrogate says."""
+    """The name under which people look for it in any comparison; "" where it has none."""
 
 
 @dataclass(frozen=True, eq=False)

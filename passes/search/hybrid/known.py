@@ -80,8 +80,6 @@ class KnownRecipe:
         self, known_seconds: float, room: float, deadline: float
     ) -> Sequence[Proposal[SolvedOption]]:
         """Return the pipeline, however fast others are."""
-        if room < 1.0:
-            return []
         try:
             fitting = self._solving.proposals(math.inf, room, deadline)
             if fitting:
