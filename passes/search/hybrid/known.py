@@ -16,13 +16,10 @@ from cost_models.cluster import ClusterSpec
 from cost_models.errors import PartitionerError, UsageError
 from passes.lower.candidate import Candidate
 from passes.search.hybrid.fix import Fix
-from passes.search.hybrid.provider import GroupsProvider
+from passes.search.hybrid.provider import ANY_MEMORY, GroupsProvider
 from passes.search.hybrid.request import HybridRequest
 from passes.search.hybrid.solve import SolvedOption
 from passes.search.provider import Judged, Proposal, Proved, Valued
-
-ANY_MEMORY = 1e3
-"""Times the memory that a recipe which does not fit is planned with, to say how much is short."""
 
 
 def recipes(cluster: ClusterSpec, pieces: int) -> Iterator[tuple[str, Fix]]:

@@ -32,8 +32,8 @@ SIMULATIONS = 8
 """Candidates simulated at most in each round. By hand."""
 
 
-ENOUGH = 2.0**10
-"""Times the memory with which the leanest ways are solved: the simulation tells whether they fit."""
+ANY_MEMORY = 2.0**10
+"""Times the memory with which the leanest ways are solved: the simulation tells whether they fit, or how much is short."""
 
 
 @dataclass(eq=False)
@@ -74,7 +74,7 @@ class GroupsProvider:
         if not self._surveys:
             self._seconds = deadline - time.perf_counter()
         if self.only_if == "nothing fits":
-            room *= ENOUGH
+            room *= ANY_MEMORY
         self._surveys.append(survey(self.search, deadline, room, known_seconds))
         proposed = [_proposal(solved) for solved in self._surveys[-1].solved[:SIMULATIONS]]
         return [*self._as_wholes(proposed[:1]), *proposed]
