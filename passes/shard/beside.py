@@ -16,7 +16,7 @@ from torch import Tensor, fx
 
 from passes.graph.graph import OpGraph
 from runtime.ops.bridges import all_gather, is_bridge, sums_gradient
-from runtime.ops.fused_linear import fuse, layers_run_with, linears_behind
+from runtime.ops.fused_linear import blocks_by_name, fuse, layers_run_with, linears_behind
 from runtime.ops.gather_ahead import GatherPlan, gather_steps
 
 
@@ -25,10 +25,10 @@ def layers_beside(graph: OpGraph, regions: Sequence[Sequence[str]]) -> Mapping[s
 
     ``regions``: nodes that backward computes again, by block.
     """
-    found = {}
+    found, block_of = {}, blocks_by_name(regions)
     for node in graph.ops:
         if is_bridge(node) and sums_gradient(node) and node.name in graph.needs_grad:
-            layers = layers_run_with(node, regions)
+            layers = layers_run_with(node, block_of)
             if layers:
                 found[node.name] = tuple(layer.name for layer in layers)
     return found

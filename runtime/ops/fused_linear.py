@@ -93,12 +93,12 @@ def fuse(graph: fx.Graph, runs: Mapping[fx.Node, Callable[..., Any]], regions: R
     What other layers' parameters are made by (ZeRO-3 gathers them) comes before the first layer then. Calls and their
     results have the names of what they replace.
     """
-    region_of = _region_of(regions)
+    block_of = blocks_by_name(regions)
     for bridge, run in runs.items():
-        layers = layers_run_with(bridge, regions)
+        layers = layers_run_with(bridge, block_of)
         if not layers:
             continue
-        for node in _late_sources(layers, region_of) or ():
+        for node in _late_sources(layers, block_of) or ():
             layers[0].prepend(node)
         parameters = [
             p for layer in layers for p in (layer.args[1], layer.args[2] if len(layer.args) > 2 else None)
@@ -113,35 +113,36 @@ def fuse(graph: fx.Graph, runs: Mapping[fx.Node, Callable[..., Any]], regions: R
             new.name = old.name
 
 
-def layers_run_with(bridge: fx.Node, regions: RecomputedBlocks = ()) -> list[fx.Node]:
+def layers_run_with(bridge: fx.Node, block_of: Mapping[str, int]) -> list[fx.Node]:
     """Return the linear layers that run in one call with ``bridge``, in order; none if it runs by itself.
 
-    They do where nothing else reads it, and no layer is needed to make another's parameters. ``regions``: nodes that
-    backward computes again, by block; all of a call must be in one of them, or none.
+    They do where nothing else reads it, and no layer is needed to make another's parameters. ``block_of``: the block of
+    each node that backward computes again; all of a call must be in one of them, or none.
     """
     users = list(bridge.users)
     plain = all(
         user.target is aten.linear.default and not user.kwargs and bridge not in user.args[1:]
         for user in users
     )
-    layers, region_of = sorted(users) if plain else [], _region_of(regions)
-    if not layers or len({region_of.get(node.name) for node in (bridge, *layers)}) > 1:
+    layers = sorted(users) if plain else []
+    if not layers or len({block_of.get(node.name) for node in (bridge, *layers)}) > 1:
         return []
-    return [] if _late_sources(layers, region_of) is None else layers
+    return [] if _late_sources(layers, block_of) is None else layers
 
 
-def _region_of(regions: RecomputedBlocks) -> dict[str, int]:
+def blocks_by_name(regions: RecomputedBlocks) -> dict[str, int]:
+    """Return the number of the block of each node in one."""
     return {name: number for number, names in enumerate(regions) for name in names}
 
 
-def _late_sources(layers: list[fx.Node], region_of: Mapping[str, int]) -> list[fx.Node] | None:
+def _late_sources(layers: list[fx.Node], block_of: Mapping[str, int]) -> list[fx.Node] | None:
     """List what layers read that comes after the first of them, in order; None if it cannot come before."""
     first, found, todo = layers[0], set[fx.Node](), [s for layer in layers for s in layer.all_input_nodes]
     while todo:
         node = todo.pop()
         if node < first or node in found:
             continue
-        if node in layers or region_of.get(node.name) != region_of.get(first.name):
+        if node in layers or block_of.get(node.name) != block_of.get(first.name):
             return None
         found.add(node)
         todo += node.all_input_nodes

@@ -29,7 +29,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-RecomputedBlocks = Sequence[Sequence[str]]
+from runtime.ops.fused_linear import RecomputedBlocks
+
 WaitForGather = Callable[[], Tensor]
 """Function that waits for a collective's result."""
 
