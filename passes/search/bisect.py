@@ -64,9 +64,9 @@ class BottleneckProgram(Protocol[Found_co]):
 
 @dataclass(frozen=True)
 class Bisected(Generic[SolutionT]):
-    """``found``: distinct, best first; empty if nothing fits. No pipeline is below ``bound_seconds``."""
+    """``pipelines``: distinct, best first; empty if nothing fits. None is below ``bound_seconds``."""
 
-    found: tuple[SolutionT, ...]
+    pipelines: tuple[SolutionT, ...]
     bound_seconds: float
     optimal: bool
     thresholds: int

@@ -101,7 +101,7 @@ def _in_rooms(staged: Staged[Composed], rooms: Sequence[float], cutoff_seconds: 
     known = {key: table.plane(own.seconds) for key, (table, own) in pairs.items()}
     planes = [known[id(own)] for _, own in ways]
     program = PipelineProgram(option, planes, staged.links)
-    found = best_pipeline(program, cutoff_seconds).found
+    found = best_pipeline(program, cutoff_seconds).pipelines
     if not found:
         return None
     starts = found[0].starts

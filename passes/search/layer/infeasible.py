@@ -13,10 +13,9 @@ import numpy as np
 from cost_models.errors import InfeasibleError
 from cost_models.units import counted, format_bytes
 from passes.search.infeasible import shortfalls
-from passes.search.layer.dp import solve_dp
 from passes.search.layer.options import DevicePlan, ScheduleOption, microbatch_counts
 from passes.search.layer.problem import DevicePool, StageSplit
-from passes.search.layer.search import LayerSearch, SolvedSplit, device_overflow
+from passes.search.layer.search import LayerSearch, SolvedSplit, device_overflow, solve_dp
 from passes.search.layer.tuning import TUNING
 from passes.search.provider import Judged
 
@@ -82,7 +81,7 @@ def _fitting_split(
         problem = search.problem(index, option, scale, plan)
         if problem is None:
             continue
-        for split in solve_dp(problem, geometry=space.geometry, keep=4, relative_gap=math.inf).splits:
+        for split in solve_dp(problem, geometry=space.geometry, keep=4, relative_gap=math.inf).pipelines:
             if problem.chunks == 1 or device_overflow(problem, split) <= 0:
                 return split
     return None

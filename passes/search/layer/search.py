@@ -6,14 +6,16 @@ import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 import numpy as np
 
 from cost_models.arrays import IntArray
 from cost_models.cluster import ClusterSpec
 from passes.progress import report_found, report_option
+from passes.search.bisect import Bisected, Bisection
 from passes.search.bound import whole_ops_bound
-from passes.search.layer.dp import DpResult, solve_dp
+from passes.search.layer.cuts import CutProgram
 from passes.search.layer.options import (
     DevicePlan,
     DeviceTable,
@@ -26,7 +28,7 @@ from passes.search.layer.options import (
 )
 from passes.search.layer.problem import LayerProblem, Recompute, StageSplit, evaluate
 from passes.search.layer.spaces import Space
-from passes.search.layer.table import StageTable
+from passes.search.layer.table import Geometry, StageTable
 from passes.search.layer.together import together
 from passes.search.layer.tuning import TUNING
 from passes.search.model import LayerModel, smallest_share
@@ -188,7 +190,7 @@ class LayerSearch:
             slower = replace(
                 first.problem, link_seconds_per_byte=first.problem.link_seconds_per_byte * TUNING.caution
             )
-            for split in self._solve_problem(first.space, slower, deadline, math.inf).splits[:1]:
+            for split in self._solve_problem(first.space, slower, deadline, math.inf).pipelines[:1]:
                 real = _first_devices(
                     first.problem, evaluate(first.problem, split.stage_of, split.kinds, split.recomputed)
                 )
@@ -209,7 +211,7 @@ class LayerSearch:
                 continue
             result = self._solve_problem(space, problem, deadline, cutoff)
             plan = self.plan(option)
-            for split in result.splits:
+            for split in result.pipelines:
                 shifted = _first_devices(problem, split)
                 ranks = plan.ranks_of(shifted.kinds, option.chunks)
                 solved.append(SolvedSplit(option, space, problem, shifted, ranks))
@@ -219,29 +221,29 @@ class LayerSearch:
         bound = min([bound, *(s.split.objective_seconds for s in solved)])
         return OptionResult(option, tuple(solved[: TUNING.keep]), max(bound, floor), True, optimal)
 
-    def _solve_problem(self, space: Space, problem: LayerProblem, deadline: float, cutoff: float) -> DpResult:
-        def run(candidate: LayerProblem) -> DpResult:
-            return solve_dp(
-                candidate,
-                geometry=space.geometry,
-                keep=TUNING.keep,
-                relative_gap=TUNING.gap,
-                deadline=deadline,
-                cutoff_seconds=cutoff,
-            )
-
-        result = run(problem)
+    def _solve_problem(
+        self, space: Space, problem: LayerProblem, deadline: float, cutoff: float
+    ) -> Bisected[StageSplit]:
+        solve = partial(
+            solve_dp,
+            geometry=space.geometry,
+            keep=TUNING.keep,
+            relative_gap=TUNING.gap,
+            deadline=deadline,
+            cutoff_seconds=cutoff,
+        )
+        result = solve(problem)
         if problem.chunks == 1:
             return result
-        fitting = tuple(split for split in result.splits if device_overflow(problem, split) <= 0)
-        if fitting[:1] == result.splits[:1]:
-            return replace(result, splits=fitting)
+        fitting = tuple(split for split in result.pipelines if device_overflow(problem, split) <= 0)
+        if fitting[:1] == result.pipelines[:1]:
+            return replace(result, pipelines=fitting)
         # chunks that fit one by one overflow together: give each an equal share, and bound them together
         optimal = result.optimal
         if not fitting:
             kinds = tuple(replace(k, capacity_bytes=k.capacity_bytes / problem.chunks) for k in problem.kinds)
-            strict = run(replace(problem, kinds=kinds))
-            fitting, optimal = strict.splits, optimal and strict.optimal
+            strict = solve(replace(problem, kinds=kinds))
+            fitting, optimal = strict.pipelines, optimal and strict.optimal
         most = min([cutoff / TUNING.slack, *(split.objective_seconds for split in fitting)])
         bound = result.bound_seconds
         if bound < most and not problem.pins:
@@ -251,7 +253,7 @@ class LayerSearch:
             fitting += tuple(split for split in met if device_overflow(problem, split) <= 0)
             fitting = tuple(sorted(fitting, key=lambda split: split.objective_seconds)[: TUNING.keep])
             bound = min([bound, *(split.objective_seconds for split in fitting)])
-        return replace(result, splits=fitting, bound_seconds=bound, optimal=optimal)
+        return replace(result, pipelines=fitting, bound_seconds=bound, optimal=optimal)
 
     def lower_bound_seconds(self) -> float:
         """Lower bound on the simulated step of any plan of whole ops, in the micro-batch counts of the options."""
@@ -260,6 +262,47 @@ class LayerSearch:
         for m in {option.microbatches for option in self.options}:
             bounds[m] = whole_ops_bound(self.model.smallest_times(self.batch_size, m, devices), m)
         return min(bounds.values())
+
+
+def solve_dp(
+    problem: LayerProblem,
+    *,
+    geometry: Geometry | None = None,
+    keep: int = 8,
+    relative_gap: float = 1e-10,
+    deadline: float = math.inf,
+    cutoff_seconds: float = math.inf,
+) -> Bisected[StageSplit]:
+    """Find the best split by the surrogate, and up to ``keep`` good ones of other bottlenecks and stage counts.
+
+    The other arguments are those of ``Bisection``: bottlenecks are bisected over ``CutProgram``.
+    """
+    table = StageTable(problem, geometry or Geometry(problem.structure))
+    problems = [problem]
+    if problem.pins:
+        # a pin counts stages from the front, the program counts from the end: one search per number of stages
+        first = max(problem.stage_counts[0], max(problem.pins.values()) + 1)
+        problems = [replace(problem, stage_counts=(p, p)) for p in range(first, problem.max_stages + 1)]
+    results: list[Bisected[StageSplit]] = []
+    for each in problems:
+        if each.max_stages < each.stage_counts[0]:
+            results.append(Bisected((), math.inf, True, 0))
+            continue
+        bisection = Bisection(
+            CutProgram(each, table),
+            keep=keep,
+            relative_gap=relative_gap,
+            deadline=deadline,
+            cutoff_seconds=cutoff_seconds,
+        )
+        results.append(bisection.run())
+        best = min((r.pipelines[0].objective_seconds for r in results if r.pipelines), default=math.inf)
+        cutoff_seconds = min(cutoff_seconds, best * (1 + 1e-9)) if keep == 1 else cutoff_seconds
+    splits = sorted((s for r in results for s in r.pipelines), key=lambda s: s.objective_seconds)
+    bound = min((r.bound_seconds for r in results), default=math.inf)
+    return Bisected(
+        tuple(splits[:keep]), bound, all(r.optimal for r in results), sum(r.thresholds for r in results)
+    )
 
 
 def busiest_seconds(search: LayerSearch, solved: SolvedSplit) -> float:

@@ -154,4 +154,4 @@ def together(
     least = Bisection(
         program, keep=TUNING.keep, relative_gap=CLOSE, deadline=deadline, cutoff_seconds=cutoff_seconds
     ).run()
-    return least.bound_seconds, tuple(found.split for found in least.found)
+    return least.bound_seconds, tuple(priced.split for priced in least.pipelines)

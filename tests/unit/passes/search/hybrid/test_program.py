@@ -65,11 +65,11 @@ def test_no_way_to_cut_is_better(seeds: range) -> None:
         expected = every_pipeline(program)
         found = solved(program).run()
         if not expected:
-            assert not found.found
+            assert not found.pipelines
             continue
         feasible += 1
         best = expected[0].objective_seconds
-        assert found.found[0].objective_seconds == pytest.approx(best, rel=1e-9)
+        assert found.pipelines[0].objective_seconds == pytest.approx(best, rel=1e-9)
         assert found.bound_seconds <= best * (1 + 1e-9)
         assert found.bound_seconds >= best * (1 - 1e-9)
     assert feasible > len(seeds) // 3

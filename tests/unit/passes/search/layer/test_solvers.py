@@ -12,7 +12,6 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from passes.search.layer.dp import solve_dp
 from passes.search.layer.problem import (
     DevicePool,
     LayerProblem,
@@ -22,7 +21,7 @@ from passes.search.layer.problem import (
     Working,
     evaluate,
 )
-from passes.search.layer.search import device_overflow
+from passes.search.layer.search import device_overflow, solve_dp
 from passes.search.layer.table import Geometry, StageTable
 from passes.search.layer.together import together
 from passes.search.touches import Touch
@@ -47,26 +46,26 @@ def test_dp_equals_exhaustive_search(problem: LayerProblem) -> None:
     result, expected = solve_dp(problem, keep=4), brute_force(problem)
     assert result.optimal
     if expected is None:
-        assert not result.splits
+        assert not result.pipelines
         assert math.isinf(result.bound_seconds)
         return
-    assert result.splits[0].objective_seconds == pytest.approx(expected.objective_seconds, rel=1e-9)
+    assert result.pipelines[0].objective_seconds == pytest.approx(expected.objective_seconds, rel=1e-9)
     assert result.bound_seconds == pytest.approx(expected.objective_seconds, rel=1e-9)
-    for split in result.splits:
+    for split in result.pipelines:
         assert violations(problem, split) == []
-    assert len({(s.stage_of, s.kinds) for s in result.splits}) == len(result.splits)
+    assert len({(s.stage_of, s.kinds) for s in result.pipelines}) == len(result.pipelines)
 
 
 @drawn(100)
 @given(problems)
 def test_that_nothing_fits_below_the_cutoff_takes_one_program(problem: LayerProblem) -> None:
     free = replace(problem, pins={})
-    if not solve_dp(free, keep=1).splits:
+    if not solve_dp(free, keep=1).pipelines:
         assert solve_dp(free).thresholds <= 1
     cutoff = 0.5 * free.fill * float(free.seconds.min(axis=0).sum())
     assume(free.bottleneck_weight > 0)
     result = solve_dp(free, cutoff_seconds=cutoff)
-    assert result.splits == ()
+    assert result.pipelines == ()
     assert result.optimal
     assert result.thresholds <= 1
     assert result.bound_seconds >= cutoff
@@ -76,13 +75,13 @@ def test_that_nothing_fits_below_the_cutoff_takes_one_program(problem: LayerProb
 @given(problems)
 def test_ilp_equals_dp(problem: LayerProblem) -> None:
     dp, ilp = solve_dp(problem, keep=1), solve_ilp(problem, time_limit_seconds=20)
-    if not dp.splits:
+    if not dp.pipelines:
         assert ilp.status == "infeasible"
         return
     assert ilp.status == "optimal"
     assert ilp.split is not None
     assert violations(problem, ilp.split) == []
-    assert ilp.split.objective_seconds == pytest.approx(dp.splits[0].objective_seconds, rel=1e-9)
+    assert ilp.split.objective_seconds == pytest.approx(dp.pipelines[0].objective_seconds, rel=1e-9)
 
 
 @drawn(200)
