@@ -7,8 +7,11 @@ else as it is.
 
 from __future__ import annotations
 
+from collections.abc import Collection, Mapping
 from difflib import get_close_matches
 from typing import TYPE_CHECKING
+
+import numpy as np
 
 from cost_models.errors import UsageError
 from cost_models.units import counted, format_seconds, percent
@@ -17,14 +20,19 @@ from partitioner.explain.explanation import Explanation
 from partitioner.record.modules import shorten
 from partitioner.record.rebuild import simulate_plan, split_graph
 from passes.costs.costs import costs_of
+from passes.graph.state import owning_units
+from passes.lower.candidate import anywhere
 from passes.lower.job import Job
-from passes.search.free.explain import moved_together, ways_elsewhere
 from passes.search.free.judge import ListJudge
 from passes.search.outcome import PlacedWay
+from runtime.simulate.simulation import Simulation
 
 if TYPE_CHECKING:
     from partitioner.record.data import PlanData
     from passes.graph.graph import OpGraph
+
+MOST_DEVICES = 32
+"""Devices of a cluster that are tried: each is a simulation or two. By hand: a table of more is not read."""
 
 
 def of_layers(plan: PlanData, name: str, graph: OpGraph | None) -> Explanation:
@@ -51,13 +59,68 @@ def of_free(plan: PlanData, name: str, graph: OpGraph | None) -> Explanation:
         return Explanation(name, facts, ())
     job = Job(plan.batch_size, plan.optimizer_memory, plan.precision)
     judge = ListJudge(split, costs_of(split, plan.cluster), plan.cluster, job)
-    moved = moved_together(judge, ops)
+    moved = _moved_together(judge, ops)
     if moved != ops & set(plan.placements):
         facts["together"] = f"with {counted(len(moved - ops), 'op')} that must share a device with it"
     rank_of = {op: ranks[0] for op, ranks in plan.placements.items()}
-    ways = ways_elsewhere(judge, rank_of, plan.microbatches, moved, simulate_plan(plan))
+    ways = _ways_elsewhere(judge, rank_of, plan.microbatches, moved, simulate_plan(plan))
     facts["why"] = _why_there(ways, plan)
     return Explanation(name, facts, ways)
+
+
+def _moved_together(judge: ListJudge, ops: Collection[str]) -> set[str]:
+    """Return the placed ones of ``ops``, with all ops that share their device in every placement."""
+    unit_of = owning_units(judge.graph, judge.recomputed)
+    units = {unit_of[op] for op in ops if op in unit_of}
+    return {op for op, unit in unit_of.items() if unit in units}
+
+
+def _ways_elsewhere(
+    judge: ListJudge,
+    rank_of: Mapping[str, int],
+    microbatches: int,
+    moved: Collection[str],
+    planned: Simulation,
+) -> tuple[PlacedWay, ...]:
+    """Simulate the step with ``moved`` on each device, fastest first. ``planned``: the step as it is."""
+    devices = judge.cluster.devices
+    here = sorted({rank_of[op] for op in moved})
+    ways = []
+    for rank, device in enumerate(devices[:MOST_DEVICES]):
+        chosen = here == [rank]
+        elsewhere = anywhere({**rank_of, **dict.fromkeys(moved, rank)}, len(devices), microbatches)
+        simulation = planned if chosen else judge.finished(elsewhere).realized.simulation
+        ways.append(
+            PlacedWay(
+                layout=f"rank {rank} ({device.model})",
+                step_seconds=simulation.step_seconds,
+                computes_seconds=_computes_seconds(judge, moved, rank, microbatches),
+                sends_seconds=_sends_seconds(simulation),
+                memory_bytes=simulation.peak_bytes[rank],
+                chosen=chosen,
+            )
+        )
+    if len(here) > 1:  # a module's ops, or a parameter's readers, on several devices
+        seconds = sum(
+            _computes_seconds(judge, [op for op in moved if rank_of[op] == rank], rank, microbatches)
+            for rank in here
+        )
+        spread = f"ranks {', '.join(map(str, here))}, as planned"
+        peak = max(planned.peak_bytes)
+        ways.append(PlacedWay(spread, planned.step_seconds, seconds, _sends_seconds(planned), peak, True))
+    return tuple(sorted(ways, key=lambda way: way.step_seconds))
+
+
+def _sends_seconds(simulation: Simulation) -> float:
+    return sum(transfer.end_seconds - transfer.start_seconds for transfer in simulation.transfers)
+
+
+def _computes_seconds(judge: ListJudge, ops: Collection[str], rank: int, microbatches: int) -> float:
+    """Sum the seconds of ``ops`` on a device in a step."""
+    size = judge.job.sizes(microbatches)[0]
+    indices = np.array([i for i, name in enumerate(judge.costs.ops) if name in ops], dtype=np.int64)
+    seconds = judge.costs.segment_seconds(indices, size, judge.cluster.devices[rank])
+    return microbatches * (seconds.forward + seconds.backward_input + seconds.backward_weight)
 
 
 def _why_there(ways: tuple[PlacedWay, ...], plan: PlanData) -> str:
