@@ -16,6 +16,7 @@ import pytest
 from hypothesis import settings
 
 from benchmarks.faults import stay_forkable
+from tests.support.garbage import RARELY
 
 stay_forkable()  # before a test plans anything, be it while it is imported
 os.environ["PARTITIONER_CALIBRATION"] = "none"
@@ -61,20 +62,16 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     return OnePool(config, log)
 
 
-GARBAGE = (50_000, 20, 20)
-"""Objects and collections between collections: Python's own numbers cost a twentieth of all time, measured on traces."""
-
-
 def pytest_collection_finish() -> None:
     """Take what importing made out of garbage collections: walking a million objects takes half a second each."""
     gc.collect()
     gc.freeze()
-    gc.set_threshold(*GARBAGE)
+    gc.set_threshold(*RARELY)
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="module", autouse=True)
 def frozen_heap() -> None:
-    """For files whose tests call ``gc.collect()``: it looks at what they made, not at what is there by now."""
+    """For each file: collections and searches for referrers look at what its tests made, not at what is there by now."""
     gc.collect()
     gc.freeze()
 

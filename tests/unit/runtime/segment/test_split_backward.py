@@ -176,7 +176,6 @@ def test_frozen_weights_get_no_gradient() -> None:
     torch.testing.assert_close(b.grad, torch.full((5,), 6.0, dtype=torch.float64))
 
 
-@pytest.mark.usefixtures("frozen_heap")
 def test_the_weight_half_keeps_only_what_it_needs() -> None:
     """Between the halves: the inputs and output gradients of the split ops, and nothing of the rest."""
     import gc

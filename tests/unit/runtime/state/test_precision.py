@@ -123,7 +123,6 @@ def test_bfloat16_without_masters_loses_small_updates_and_with_masters_does_not(
     assert leaf == pytest.approx(0.99, abs=2e-3)
 
 
-@pytest.mark.usefixtures("frozen_heap")
 @pytest.mark.parametrize("name", ["sgd", "adamw"])
 @pytest.mark.parametrize(
     ("own", "precision"),
