@@ -131,11 +131,14 @@ def test_metrics_of_a_custom_loss_reach_the_log(pool: WorkerPool, tmp_path: Path
 
 
 def test_a_large_model_is_planned_from_a_cluster_file(tmp_path: Path) -> None:
-    """Four of the eighty layers, and short samples: tracing all of them takes the time of a whole test file."""
-    file = tmp_path / "plan.json"
-    text = run("examples/plan_llama70b.py", "--layers", "4", "--tokens", "256", "--save", str(file))
+    """Four of the eighty layers, short samples, two of eight nodes: all of it takes the time of a whole test file."""
+    file, nodes = tmp_path / "plan.json", tmp_path / "two-nodes.yaml"
+    text = (ROOT / "docs/clusters/dgx-h100-8-nodes.yaml").read_text()
+    nodes.write_text(text.replace("dgx[0-7]", "dgx[0-1]").replace("10.0.0.[1-8]", "10.0.0.[1-2]"))
+    options = "--cluster", str(nodes), "--layers", "4", "--tokens", "256", "--save", str(file)
+    text = run("examples/plan_llama70b.py", *options)
     plan = Plan.load(file)
-    assert plan.cluster.name == "dgx-h100-8-nodes"
+    assert (plan.cluster.name, plan.cluster.world_size) == ("two-nodes", 16)
     assert plan.model.dtype == "bfloat16"
     assert str(plan) in text
     peaks = {

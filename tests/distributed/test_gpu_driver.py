@@ -51,9 +51,9 @@ def test_a_part_that_fails_or_hangs_leaves_the_others(tmp_path: Path) -> None:
     path = tmp_path / "figures.json"
     parts = [
         part(tmp_path, "fails", "import sys; print('why'); sys.exit(3)"),
-        part(tmp_path, "hangs", HANGS, 3.0),
+        part(tmp_path, "hangs", HANGS, 2.0),
         part(tmp_path, "writes then fails", f"{WRITES}; raise SystemExit(1)"),
-        part(tmp_path, "writes when interrupted", INTERRUPTED, 6.0),
+        part(tmp_path, "writes when interrupted", INTERRUPTED, 3.0),
         part(tmp_path, "writes", WRITES),
     ]
     found = run_parts(parts, path, {"card": "none"})
@@ -81,7 +81,7 @@ def test_a_part_that_fails_or_hangs_leaves_the_others(tmp_path: Path) -> None:
 def test_the_whole_ends_in_time(tmp_path: Path) -> None:
     started = time.monotonic()
     parts = [part(tmp_path, f"part {number}", "import time; time.sleep(60)") for number in range(3)]
-    found = run_parts(parts, tmp_path / "figures.json", {}, limit=4.0)
+    found = run_parts(parts, tmp_path / "figures.json", {}, limit=2.0)
     assert time.monotonic() - started < 15.0
     states = [entry["status"] for entry in found["parts"].values()]
     assert states == ["out of time", *["not run: no time was left"] * 2]

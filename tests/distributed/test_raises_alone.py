@@ -6,6 +6,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -46,8 +47,8 @@ class Seen:
     refusals: dict[str, str] = field(default_factory=dict)
 
 
-def failing(plan_json: str, good_steps: int, method: str, lacks: str) -> Seen:
-    """In a worker: the rank that reads ``lacks`` alone gets none after ``good_steps``; nobody leaves."""
+def failing(plan_json: str, good_steps: int, method: str, lacks: str, told: Path) -> Seen:
+    """In a worker: the rank that reads ``lacks`` alone gets none after ``good_steps``; nobody leaves before all know."""
     engine = Plan.from_json(plan_json).deploy(
         net.workload(), graph=net.graph(), timeout_seconds=LIMIT_SECONDS
     )
@@ -62,7 +63,9 @@ def failing(plan_json: str, good_steps: int, method: str, lacks: str) -> Seen:
         seen.text, seen.seconds = str(error), time.monotonic() - started
         if isinstance(error, RankFailureError):
             seen.refusals = refusals(engine)
-    time.sleep(max(0.0, SOON_SECONDS - seen.seconds))
+    (told / str(dist.get_rank())).touch()
+    while time.monotonic() - started < SOON_SECONDS and len(list(told.iterdir())) < dist.get_world_size():
+        time.sleep(0.02)
     engine.close()
     return seen
 
@@ -99,10 +102,10 @@ def refusals(engine: Engine) -> dict[str, str]:
     ],
 )
 def test_the_others_end_soon_and_know_why(
-    good_steps: int, method: str, lacks: str, culprit: int, plan_json: str, pool: WorkerPool
+    good_steps: int, method: str, lacks: str, culprit: int, plan_json: str, pool: WorkerPool, tmp_path: Path
 ) -> None:
     outcomes = pool.run_each(
-        failing, plan_json, good_steps, method, lacks, world_size=3, timeout_seconds=60.0
+        failing, plan_json, good_steps, method, lacks, tmp_path, world_size=3, timeout_seconds=60.0
     )
     for rank, (ok, seen) in enumerate(outcomes):
         assert ok, seen

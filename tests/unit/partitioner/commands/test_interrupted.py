@@ -54,19 +54,14 @@ def check(folder: Path, row: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("strategy", ["hybrid", pytest.param("auto", marks=pytest.mark.matrix)])
 def test_there_is_a_whole_plan_or_a_clear_word(strategy: str, tmp_path: Path) -> None:
+    """In one process for all; the last is pressed twice, of which the second ends it at once."""
     draws = random.Random(7)
-    moments = [[0.05], *([round(draws.uniform(0.3, SECONDS), 3)] for _ in range(5))]
+    moments = [[0.05], *([round(draws.uniform(0.3, SECONDS), 3)] for _ in range(5)), [2.5, 2.6]]
     rows = run(tmp_path, moments, strategy)
     for number, row in enumerate(rows):
         check(tmp_path / str(number), row)
-    assert rows[0]["code"] == 130
+    assert rows[0]["code"] == rows[-1]["code"] == 130
     assert not list((tmp_path / "0").iterdir())
-
-
-def test_the_second_ends_at_once(tmp_path: Path) -> None:
-    (row,) = run(tmp_path, [[2.5, 2.6]], "hybrid")
-    check(tmp_path / "0", row)
-    assert row["code"] == 130
 
 
 def test_in_the_second_family_of_pipelines_the_plan_of_the_first_is_written(
