@@ -16,6 +16,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 from cost_models.cluster import ClusterSpec
 from cost_models.precision import Precision
 from partitioner import Plan, Workload, partition
+from partitioner.models.as_graph import as_graph
 from runtime.ranks.launch import WorkerError, WorkerPool
 from tests.support.batch_norms import count_batches
 
@@ -165,7 +166,8 @@ def hf_workload(device: str = "cpu") -> Workload:
 def saved_and_loaded(plan_json: str, folder: str) -> dict[str, Any] | None:
     plan = Plan.from_json(plan_json)
     made = hf_workload()
-    with plan.deploy(made, timeout_seconds=20.0) as engine:
+    graph = as_graph(made)
+    with plan.deploy(made, graph=graph, timeout_seconds=20.0) as engine:
         engine.train_step(made.example_inputs)
         state = engine.state_dict()
         if state:
@@ -173,7 +175,10 @@ def saved_and_loaded(plan_json: str, folder: str) -> dict[str, Any] | None:
             hf_model().save_pretrained(f"{folder}/many", state_dict=dict(state), max_shard_size="8KB")
         engine.save(f"{folder}/checkpoint")
     for source in ("one", "many", "checkpoint"):
-        with plan.deploy(hf_workload("meta"), weights=f"{folder}/{source}", timeout_seconds=20.0) as engine:
+        given: dict[str, Any] = {"weights": f"{folder}/{source}", "timeout_seconds": 20.0}
+        if source != "one":  # which is without a graph, as from a user who has no weights to trace
+            given["graph"] = graph
+        with plan.deploy(hf_workload("meta"), **given) as engine:
             again = engine.state_dict()
             assert again.keys() == state.keys()
             assert all(torch.equal(again[name], state[name]) for name in state), source

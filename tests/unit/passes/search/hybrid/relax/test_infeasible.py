@@ -29,6 +29,7 @@ from passes.search.hybrid.survey import survey
 from passes.search.judge import Judge, Simulated
 from passes.search.place import place_stages
 from passes.trace.trace import trace
+from tests.support.matrix import thinned
 from tests.unit.passes.search.hybrid.test_directions import SAMPLES, cluster, graph
 
 ABOUT = 1.15
@@ -102,15 +103,18 @@ def seconds_of(words: str) -> float:
 
 
 def check(model: OpGraph, machine: ClusterSpec, request: HybridRequest) -> list[str]:
-    """Refuse a request, do what each suggestion says, and return them."""
+    """Refuse a request, do what each suggestion says, and return them. The whole search is asked about the first."""
     error = refused(model, machine, request)
     assert 1 <= len(error.suggestions) <= 6
     for words in error.suggestions:
         changed = with_change(words, machine, request)
-        found, by = planned(model, *changed), by_groups(model, *changed)
-        assert found.fits, words
-        assert found.step_seconds <= by.step_seconds <= seconds_of(words) * 1.01, words
-        assert by.step_seconds >= seconds_of(words) / ABOUT, words
+        by = by_groups(model, *changed)
+        assert by.fits, words
+        assert seconds_of(words) / ABOUT <= by.step_seconds <= seconds_of(words) * 1.01, words
+        if request.open and words == error.suggestions[0]:
+            found = planned(model, *changed)
+            assert found.fits, words
+            assert found.step_seconds <= by.step_seconds, words
     return list(error.suggestions)
 
 
@@ -279,7 +283,7 @@ def test_parameters_that_nobody_reads_need_no_memory_of_a_pipeline() -> None:
     assert survey(search, math.inf).solved
 
 
-@pytest.mark.parametrize("seconds", [0.0, 0.5, 1.5, 4.0])
+@pytest.mark.parametrize("seconds", thinned([0.0, 0.5, 1.5, 4.0], [0.0, 1.5]))
 def test_changes_are_looked_for_until_time_runs_out(seconds: float) -> None:
     """Whatever is under way then."""
     machine = cluster(memory_bytes=2 * MIB, speeds=(1.0, 0.05))
