@@ -24,6 +24,7 @@ import torch
 from safetensors.torch import load_file
 
 from partitioner import Plan
+from partitioner.planning.options import AUTO_SECONDS
 from runtime.ranks.launch import WorkerPool
 
 ROOT = Path(__file__).parents[2]
@@ -48,7 +49,10 @@ def started(*command: str) -> Iterator[subprocess.Popen[str]]:
 
 
 def run(script: str, *options: str) -> str:
-    """Run a script as Python runs it, in this process, and return what it prints."""
+    """Run a script as Python runs it, in this process, and return what it prints.
+
+    The default strategy has a tenth of a user's time: no example is about how good its plan is.
+    """
     path = ROOT / script
     printed = io.StringIO()
     with (
@@ -56,6 +60,7 @@ def run(script: str, *options: str) -> str:
         mock.patch.object(sys, "argv", [str(path), *options]),
         mock.patch.object(sys, "path", [str(path.parent), *sys.path]),
         mock.patch("torch.distributed.destroy_process_group"),  # the pool's
+        mock.patch("partitioner.planning.options.AUTO_SECONDS", AUTO_SECONDS / 10),
     ):
         runpy.run_path(str(path), run_name="__main__")
     return printed.getvalue()
