@@ -27,8 +27,8 @@ log = logging.getLogger("partitioner")
 
 SLACK = 1.05
 """Options whose bound is above the best surrogate by this factor are not solved: the surrogate was at most 4% off the
-simulated step on Llama-8B and 70B (docs/06g-hybrid.md), on either side. On a part of the cluster, those whose bound is
-above it at all: a plan that does without some of the devices has to be faster by surrogate."""
+simulated step on Llama-8B and 70B (docs/06g-hybrid.md), on either side. On a part of the cluster, nor are those whose bound
+is above that of plans on more devices at all: a plan that does without some of them has to be faster by surrogate."""
 
 ENOUGH = 4
 """Options solved after which only those are that may be better than the best. By hand: more than are simulated first."""
@@ -104,9 +104,10 @@ class _OptionQueue:
         self, search: GroupSearch, options: Sequence[GroupOption], room: float, known_seconds: float
     ) -> None:
         self.search, self.options, self.room = search, options, room
-        self.slack = SLACK if search.used is None else 1.0
         self.found: list[SolvedOption] = []
         self.best_seconds = known_seconds
+        self.cutoff_seconds = known_seconds * (SLACK if search.used is None else 1.0)
+        """Surrogates from here on are not looked for."""
         self.bounds: list[tuple[GroupOption, float]] = []
         """Options that are done with, and what none of their pipelines is below."""
         self._open: list[tuple[float, int, int]] = [
@@ -135,11 +136,11 @@ class _OptionQueue:
 
     def is_over(self) -> bool:
         """Tell whether no option is left that may be better, or nearly as good while there are few that are."""
-        near = sum(solved.seconds <= self.slack * self.best_seconds for solved in self.found)
-        slack = 1.0 if near >= SIMULATED_FIRST and self._solved >= ENOUGH else self.slack
+        near = sum(solved.seconds <= self.cutoff_seconds for solved in self.found)
+        enough = near >= SIMULATED_FIRST and self._solved >= ENOUGH
         if not self._open:
             return True
-        return self.least_seconds >= self.best_seconds * slack
+        return self.least_seconds >= (self.best_seconds if enough else self.cutoff_seconds)
 
     def may_stop(self) -> bool:
         """Tell whether the time limit may end it."""
@@ -175,7 +176,7 @@ class _OptionQueue:
 
     def _further(self, bound: float, number: int, rank: int) -> tuple[float, int, int] | None:
         """Bound an option better, or solve it; None where it is done with."""
-        cutoff, option = self.best_seconds * self.slack, self.options[number]
+        cutoff, option = self.cutoff_seconds, self.options[number]
         if rank == 0:
             better = self.search.first_bound(option, cutoff, self.room)
         elif rank == 1:
@@ -199,7 +200,7 @@ class _OptionQueue:
 
     def _solve(self, number: int, bound: float) -> None:
         best = self.best_seconds
-        found = fastest(self._staged[number], best * self.slack, bound, closely=bound < best < math.inf)
+        found = fastest(self._staged[number], self.cutoff_seconds, bound, closely=bound < best < math.inf)
         if found is not None:
             log.debug("%s: %.6g s, not below %.6g s", found.option, found.seconds, bound)
             known = next((own for own in self.found if own.option is found.option), None)
@@ -208,4 +209,5 @@ class _OptionQueue:
             self.found = [own for own in self.found if own is not known] + [found]
             keep_from_here()
             self.best_seconds = min(self.best_seconds, found.seconds)
+            self.cutoff_seconds = min(self.cutoff_seconds, SLACK * found.seconds)
             report_found(self.best_seconds)

@@ -19,7 +19,7 @@ from passes.graph.graph import OpGraph
 from passes.lower.job import Job
 from passes.search.hybrid.bounds import GAP
 from passes.search.hybrid.search import GroupSearch
-from passes.search.hybrid.survey import SLACK, survey
+from passes.search.hybrid.survey import SIMULATED_FIRST, SLACK, survey
 from passes.trace.trace import trace
 from tests.support.every_pipeline import EveryPipeline
 from tests.support.matrix import thinned
@@ -131,6 +131,18 @@ def test_the_optimum_is_that_of_every_pipeline_that_fits(seeds: range) -> None:
         assert all(own.fits(solved) for solved in surveyed.solved), seed
     assert feasible
     assert missed <= 1
+
+
+def test_on_a_part_of_the_cluster_all_near_its_best_are_found() -> None:
+    """Those that are faster than what is known of more devices: the simulation chooses among them."""
+    own = random_search(16, tight=False)
+    part = own.on(range(own.world_size - 1))
+    least = sorted(map(EveryPipeline(part, recompute=part.recompute).least, part.options()))
+    near = [seconds for seconds in least if seconds <= least[0] * SLACK]
+    assert len(near) == SIMULATED_FIRST
+    for known_seconds, count in ((2 * near[0], 3), (near[1] * (1 + 1e-9), 2), (near[1] * (1 - 1e-9), 1)):
+        solved = survey(part, math.inf, known_seconds=known_seconds).solved
+        assert [each.seconds for each in solved] == pytest.approx(near[:count], rel=1e-9)
 
 
 @pytest.mark.parametrize("seeds", thinned([range(i, i + 20) for i in range(0, 60, 20)], []), ids=str)
