@@ -25,6 +25,7 @@ import numpy as np
 from benchmarks.hybrid_matrix import BATCH_SIZE, MICROBATCHES, WORLD, Cases
 from benchmarks.unlike_clusters import THREE_KINDS, UNLIKE, with_less_memory
 from cost_models.cluster import ClusterSpec
+from cost_models.errors import InternalError
 from partitioner import Plan, partition
 from passes.graph.graph import OpGraph
 from passes.search import place
@@ -59,9 +60,13 @@ def unlike_arrangements(graph: OpGraph, cluster: ClusterSpec) -> list[GroupOptio
 
 
 def make_plan(graph: OpGraph, option: GroupOption, way: str, cluster: ClusterSpec = CLUSTER) -> Plan:
-    """Plan the model as ``option`` has it."""
+    """Plan the model as ``option`` has it. Raises InternalError if the plan is another."""
     with _only(option), _in_way(way):
-        return find_plan(graph, cluster)
+        plan = find_plan(graph, cluster)
+    groups = {stage.devices for stage in plan.stages}
+    if groups != set(option.ranks):
+        raise InternalError(f"{option} was planned on the groups {sorted(groups)}")
+    return plan
 
 
 def find_plan(graph: OpGraph, cluster: ClusterSpec, **options: Any) -> Plan:
@@ -95,11 +100,23 @@ def cases_of(graph: OpGraph) -> Cases:
 
 @contextmanager
 def _only(option: GroupOption) -> Iterator[None]:
+    """Let the search know one option, on the whole cluster, and neither other families nor recipes of a name."""
+
     def one(*_: Any) -> Iterator[GroupOption]:
         yield option
 
-    with mock.patch.object(search, "options", one), mock.patch.object(place, "parts", return_value=[]):
+    def one_family(judge: Any, request: Any, groups: Any, discovery: Any) -> list[Any]:
+        return [groups]
+
+    with (
+        mock.patch.object(search, "options", one),
+        mock.patch.multiple(place, _providers=one_family, parts=_none, known_recipes=_none),
+    ):
         yield
+
+
+def _none(*_: Any) -> tuple[()]:
+    return ()
 
 
 @contextmanager
