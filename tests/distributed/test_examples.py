@@ -24,7 +24,6 @@ import torch
 from safetensors.torch import load_file
 
 from partitioner import Plan
-from partitioner.planning.options import AUTO_SECONDS
 from runtime.ranks.launch import WorkerPool
 
 ROOT = Path(__file__).parents[2]
@@ -49,10 +48,7 @@ def started(*command: str) -> Iterator[subprocess.Popen[str]]:
 
 
 def run(script: str, *options: str) -> str:
-    """Run a script as Python runs it, in this process, and return what it prints.
-
-    The default strategy has a tenth of a user's time: no example is about how good its plan is.
-    """
+    """Run a script as Python runs it, in this process, and return what it prints."""
     path = ROOT / script
     printed = io.StringIO()
     with (
@@ -60,7 +56,6 @@ def run(script: str, *options: str) -> str:
         mock.patch.object(sys, "argv", [str(path), *options]),
         mock.patch.object(sys, "path", [str(path.parent), *sys.path]),
         mock.patch("torch.distributed.destroy_process_group"),  # the pool's
-        mock.patch("partitioner.planning.options.AUTO_SECONDS", AUTO_SECONDS / 10),
     ):
         runpy.run_path(str(path), run_name="__main__")
     return printed.getvalue()
@@ -135,11 +130,14 @@ def test_metrics_of_a_custom_loss_reach_the_log(pool: WorkerPool, tmp_path: Path
     assert f"step 32: loss {float(last['loss']):.3f}" in text
 
 
-def test_a_large_model_is_planned_from_a_cluster_file(tmp_path: Path) -> None:
+def test_a_large_model_is_planned_from_a_cluster_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Four of the eighty layers, short samples, two of eight nodes: all of it takes the time of a whole test file."""
     file, nodes = tmp_path / "plan.json", tmp_path / "two-nodes.yaml"
     text = (ROOT / "docs/clusters/dgx-h100-8-nodes.yaml").read_text()
     nodes.write_text(text.replace("dgx[0-7]", "dgx[0-1]").replace("10.0.0.[1-8]", "10.0.0.[1-2]"))
+    monkeypatch.setattr("partitioner.planning.options.AUTO_SECONDS", 5.0)
     options = "--cluster", str(nodes), "--layers", "4", "--tokens", "256", "--save", str(file)
     text = run("examples/plan_llama70b.py", *options)
     plan = Plan.load(file)
