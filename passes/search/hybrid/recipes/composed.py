@@ -78,20 +78,24 @@ class Composed:
         return np.where(self.number >= 0, seconds[self.number], np.inf)
 
     @cached_property
-    def ways(self) -> tuple[tuple[int, bool], ...]:
-        """The recipes that differ in what any range takes: price, and whether blocks are computed again."""
-        found: dict[bytes, tuple[int, bool]] = {}
-        for again, own in enumerate(self.ranges):
-            for price in range(len(self.prices)):
-                found.setdefault(own.amounts[:SAVED, :, price].tobytes(), (price, bool(again)))
-        return tuple(found.values())
+    def _recipes(self) -> tuple[tuple[bytes, tuple[int, bool]], ...]:
+        """What all ranges take by each recipe, and the recipe: price, and whether blocks are computed again."""
+        return tuple(
+            (own.amounts[:SAVED, :, price].tobytes(), (price, bool(again)))
+            for again, own in enumerate(self.ranges)
+            for price in range(len(self.prices))
+        )
 
     def mixes(self, microbatches: int, held: int, recompute: RecomputeMode = "auto") -> Mixes:
         """Return the ways to run stages that hold ``held`` micro-batches at once."""
         allowed = {"none": (False,), "full": (True,), "auto": (False, True)}[
             recompute if self._anew else "none"
         ]
-        ways = tuple(way for way in self.ways if way[1] in allowed)
+        unlike: dict[bytes, tuple[int, bool]] = {}  # the recipes allowed that differ in what any range takes
+        for amounts_of_all, way in self._recipes:
+            if way[1] in allowed:
+                unlike.setdefault(amounts_of_all, way)
+        ways = tuple(unlike.values())
         amounts = np.stack([self.ranges[again].amounts[:, :, price] for price, again in ways], axis=2)
         return Mixes(
             ways,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 from itertools import pairwise
 
@@ -97,6 +98,14 @@ def test_recomputation_is_as_asked(recompute: RecomputeMode, again: set[bool]) -
         assert (fast.count <= own.blocks).all()
         bound = own.priced(4, 4, room, recompute, len(own.pieces)).max(axis=-1).min(axis=1)
         assert (bound <= fast.seconds * (1 + 1e-9)).all()
+
+
+def test_blocks_that_keep_nothing_are_computed_again_where_all_are_to_be() -> None:
+    """Parts of blocks that are as cheap computed again as kept are no reason to have no way at all."""
+    own = table("gpt2")
+    alike = replace(own, ranges=(own.ranges[0],) * 2)
+    assert {again for _, again in alike.mixes(4, 4, "full").ways} == {True}
+    assert {again for _, again in alike.mixes(4, 4).ways} == {False}
 
 
 def test_a_walk_takes_what_the_table_says() -> None:
