@@ -79,7 +79,7 @@ class Composed:
 
     @cached_property
     def _recipes(self) -> tuple[tuple[bytes, tuple[int, bool]], ...]:
-        """What all ranges take by each recipe, and the recipe: price, and whether blocks are computed again."""
+        """Bytes that say what all ranges take by a recipe, and the recipe: price, and whether blocks are computed again."""
         return tuple(
             (own.amounts[:SAVED, :, price].tobytes(), (price, bool(again)))
             for again, own in enumerate(self.ranges)
