@@ -269,7 +269,7 @@ class _ProviderRuns:
         ]
         floors = [part.floor_seconds for part in self.left_out]
         objective = valued.objective_seconds
-        least = min([*(own.bound_seconds for own in proved), *on_parts, *floors])
+        least = min([*(own.bound_seconds for own in proved), *on_parts, *floors]) if proved else 0.0
         bound = min(objective, least)
         stopped = "interrupted" if interrupted else next((own.stopped for own in proved if own.stopped), "")
         stopped = stopped or ("time limit" if self.late else "")
@@ -293,8 +293,12 @@ class _ProviderRuns:
             gap=relative_gap(objective, bound),
             whole_ops_bound_seconds=min(whole, default=0.0),
             simulated_lower_bound_seconds=0.0,
-            space="; or ".join(own.space for own in proved) + self._parts_space(),
-            method="; ".join(dict.fromkeys(own.method for own in proved)),
+            space="; or ".join(own.space for own in proved) + self._parts_space()
+            if proved
+            else provider.words,
+            method="; ".join(dict.fromkeys(own.method for own in proved))
+            if proved
+            else "nothing was searched",
             solver_status=stopped or ("optimal" if bound >= objective * (1 - OPTIMAL) else "bounded"),
             search_seconds=time.perf_counter() - self.started,
             terms=terms,

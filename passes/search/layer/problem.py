@@ -8,7 +8,7 @@ Words
     k            a stage counted from the end: the last stage has k = 1
     kind         devices that are interchangeable in the search, or one device of a fixed order
 
-Surrogate, minimized exactly by ``passes.search.layer.dp``
+Surrogate, minimized exactly by ``passes.search.layer.search``
     t_s   forward + backward seconds of stage s on its device, per micro-batch
     x_s   link seconds of cut s: latency + (activation bytes + gradient bytes) · seconds per byte. A value that skips
           stages is counted at every cut it crosses: an upper estimate
