@@ -40,6 +40,7 @@ from partitioner.report.text import columns
 from passes.costs.costs import GraphCosts, costs_of
 from passes.graph.graph import OpGraph
 from passes.lower.job import Job
+from passes.search.anywhere.climb import KINDS
 from passes.search.free.request import FreeRequest, Objective
 from passes.search.free.rounds import place_rounds
 from passes.search.free.variants import TimeBudget, layer_start
@@ -93,50 +94,35 @@ CASES: dict[str, Case] = {
     "gpt2-tight": Case("gpt2", "tight", 16, settings={"seq": "256", "layers": "2"}, microbatches=4),
 }
 
-Change = Mapping[str, float]
-"""Constants below ``passes.search`` by module and name, with other values."""
+Change = Mapping[str, Any]
+"""Constants below ``passes.search`` by module and name, with other values; None: a function that returns nothing."""
 METHODS: dict[str, Change] = {
     "other random numbers": {"free.search.SEED": 200},
     "no start from the layer-wise plan": {"start": 0},
-    "no runs to start with": {"free.search.RUN_COUNTS": 0},
-    "no annealing": {"free.search.STEPS_PER_UNIT": 0},
-    "no exact program": {"free.search.EXACT_CHOICES": 0},
+    "no runs to start with": {"free.search.spread": None},
+    "no exact program": {"free.search.MOST_CHOICES": 0},
     "no programs over pairs of devices": {"anywhere.pairs.MOST_TERMS": 0},
-    "no climbing on the prediction": {"free.search.CLIMB_LEADERS": 0},
-    "no climbing on the simulation": {"free.judge.MOST_QUIET": 0, "free.judge.LEAST_QUIET": 0},
-    "no swaps in climbing": {"anywhere.climb.SWAPS": 0.0},
-    "no modules moved in climbing": {"anywhere.climb.MODULES": 0.0},
-    "no stretches moved in climbing": {"anywhere.climb.SINGLE": 0.75},
-    "one number of micro-batches": {"free.place.FIRST_COUNTS": 1},
+    "no climbing on the prediction": {"free.search.LEADERS": 0},
+    "no climbing on the simulation": {"free.judge.LEADERS": 0},
+    **{
+        f"no {kind} in climbing": {"anywhere.climb.KINDS": [other for other in KINDS if other != kind]}
+        for kind in KINDS
+    },
     "no blocks": {"free.splits.MOST_BLOCK_DEVICES": 0},
 }
 """Methods switched off, one at a time; first the search as it is with other random numbers, which says what is luck."""
 
 NUMBERS = (
-    *(
-        "free.search.CHAINS",
-        "free.search.STEPS_PER_UNIT",
-        "free.search.HOTTEST",
-        "free.search.POWER",
-        "free.search.EXACT_CHOICES",
-    ),
-    *("free.search.CLIMB_LEADERS", "free.search.CLIMB_WORK", "free.search.QUIET_SHARE", "free.search.SLACK"),
-    *("anywhere.pairs.MOST_FREED", "free.predict.MESSAGE_SHARE", "free.predict.MOST_PLAYED"),
-    *("free.place.FIRST_COUNTS", "free.place.SIMULATIONS", "free.place.ROOM_LEFT"),
-    *(
-        "free.judge.PREDICTED_PER_SIMULATION",
-        "free.judge.CLIMBED",
-        "free.judge.SLACK",
-        "free.judge.MOST_QUIET",
-    ),
-    *(
-        "free.rounds.PROMISING",
-        "free.shapes.SHAPE_NUMBERS",
-        "free.splits.LARGE_FAMILY",
-        "free.splits.WORTH_FAMILY",
-    ),
+    *("free.judge.PREDICTED_PER_SIMULATION", "free.predict.MESSAGE_SHARE", "anywhere.climb.SLACK"),
+    *("free.rounds.PROMISING", "free.splits.LARGE_FAMILY", "free.splits.WORTH_FAMILY"),
 )
-"""Constants that are halved and doubled."""
+"""Numbers that are tuned: each is halved and doubled."""
+LIMITS = (
+    *("microbatches.SPREAD", "free.search.LEADERS", "free.judge.LEADERS", "free.search.QUIET_WORK"),
+    *("free.judge.MOST_QUIET", "free.place.SIMULATIONS", "free.predict.MOST_PLAYED"),
+    *("anywhere.pairs.MOST_FREED", "free.search.MOST_CHOICES"),
+)
+"""Limits of work, which trade the search's seconds for the step's: halved and doubled too."""
 
 
 def _constant(name: str) -> tuple[Any, str]:
@@ -147,7 +133,7 @@ def _constant(name: str) -> tuple[Any, str]:
 def rows() -> dict[str, Change]:
     """Every row by its name."""
     changes = dict(METHODS)
-    for name in NUMBERS:
+    for name in (*NUMBERS, *LIMITS):
         value = BASE.get(name) or getattr(*_constant(name))
         for word, times in (("half", 0.5), ("double", 2.0)):
             other = type(value)(max(1, round(value * times)) if isinstance(value, int) else value * times)
@@ -197,7 +183,8 @@ class Bench:
         with frozen(), contextlib.ExitStack() as patches:
             for key, value in change.items():
                 if key != "start":
-                    patches.enter_context(mock.patch.object(*_constant(key), value))
+                    other = (lambda *_: []) if value is None else value
+                    patches.enter_context(mock.patch.object(*_constant(key), other))
             if name not in self._ready:
                 graph = case.graph()
                 costs = costs_of(graph, cluster)

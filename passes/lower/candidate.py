@@ -19,7 +19,6 @@ class Origin(Enum):
 
     EARLIEST_FINISH = "earliest finish"
     CONTIGUOUS_RUNS = "{} contiguous runs"
-    ANNEALED = "annealed"
     INTEGER_PROGRAM = "integer program"
     MOVED = "moved"
     MOVED_IN_SIMULATION = "moved in simulation"
@@ -30,7 +29,7 @@ class Origin(Enum):
 
 @dataclass(frozen=True)
 class Trail:
-    """The origins of a placement, one after the other: annealed, then moved."""
+    """The origins of a placement, one after the other: earliest finish, then moved."""
 
     steps: tuple[tuple[Origin, int], ...] = ()
 

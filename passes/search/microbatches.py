@@ -5,11 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Literal
 
+import numpy as np
+
 from cost_models.errors import UsageError
 from cost_models.units import counted
 from passes.graph.graph import OpGraph
 from passes.graph.least_samples import least_samples
 from passes.shard.couplings import why_whole
+
+SPREAD = 6
+"""Numbers that are looked at where there are many to choose from: a limit of work."""
 
 
 def accepted_counts(graph: OpGraph, batch_size: int, counts: Sequence[int]) -> list[int]:
@@ -40,3 +45,11 @@ def may_cost_less(graph: OpGraph, microbatches: int | Literal["auto"]) -> bool:
     of all pairs (z @ z.T) are half as many in two halves.
     """
     return microbatches != 1 and bool(why_whole(graph))
+
+
+def spread(numbers: Sequence[int]) -> list[int]:
+    """Return the first, the last and some between them, ``SPREAD`` at most, as far from each other as can be."""
+    if not numbers:
+        return []
+    chosen = np.unique(np.linspace(0, len(numbers) - 1, SPREAD).round().astype(int))
+    return [numbers[i] for i in chosen.tolist()]

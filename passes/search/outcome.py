@@ -80,7 +80,7 @@ class Label:
 
     @staticmethod
     def of_trail(trail: Trail, microbatches: int) -> Label:
-        """Label a free placement by the way it was found: ``annealed, moved, 8 micro-batches``, numbers aside."""
+        """Label a free placement by the way it was found: ``earliest finish, moved, 8 micro-batches``, numbers aside."""
         origins = tuple(origin for origin, _ in trail.steps)
         return Label(f"{trail}, {counted(microbatches, 'micro-batch')}", (origins, microbatches))
 

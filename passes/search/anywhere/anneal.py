@@ -17,6 +17,8 @@ from cost_models.arrays import FloatArray, IntArray
 from passes.search.anywhere.placements import PlacementBatch
 from passes.search.anywhere.problem import Home, PlacementProblem
 
+POWER = 12.0
+"""Power of the norm of loads that is minimized: of six devices, it is at most 1.16 times their maximum."""
 COLDEST = 2e-5
 """The last temperature, relative to the value that the chains start from."""
 LOOK_AT_CLOCK = 64
@@ -32,7 +34,6 @@ def anneal(
     *,
     steps: int,
     hottest: float,
-    power: float,
     seed: int,
     deadline: float,
 ) -> list[Home]:
@@ -40,11 +41,10 @@ def anneal(
 
     lines      units along the graph: neighbours there are moved together
     hottest    the first temperature, relative to the value that the chains start from
-    power      p of the norm of K loads: at most K^(1/p) times their maximum; the lower, the more all others count
     """
     if problem.devices < 2 or not (problem.allowed.sum(axis=0) > 1).any():
         return list(starts)
-    chains = _AnnealingChains(problem, starts, lines, power, seed)
+    chains = _AnnealingChains(problem, starts, lines, seed)
     chains.run(steps, hottest, deadline)
     ranked = np.argsort(chains.best, kind="stable").tolist()
     return [tuple(chains.best_home[:, r].tolist()) for r in ranked]
@@ -56,12 +56,10 @@ class _AnnealingChains:
         problem: PlacementProblem,
         starts: Sequence[Home],
         lines: Sequence[Sequence[int]],
-        power: float,
         seed: int,
     ) -> None:
         self.problem = problem
         self.now = PlacementBatch(problem, starts)
-        self.power = power
         self.lines = [list(line) for line in lines]
         self.position = [{u: i for i, u in enumerate(line)} for line in self.lines]
         self.random = np.random.default_rng(seed)
@@ -78,7 +76,7 @@ class _AnnealingChains:
     def _energy(self, load: FloatArray, memory: FloatArray) -> FloatArray:
         felt = np.maximum(self.now.felt(load, memory), 0.0)  # below zero by rounding
         top = np.maximum(felt.max(axis=1), 1e-300)
-        energy: FloatArray = top * ((felt / top[:, None]) ** self.power).sum(axis=1) ** (1.0 / self.power)
+        energy: FloatArray = top * ((felt / top[:, None]) ** POWER).sum(axis=1) ** (1.0 / POWER)
         return energy
 
     def run(self, steps: int, hottest: float, deadline: float) -> None:

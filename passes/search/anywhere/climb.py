@@ -11,8 +11,10 @@ import numpy as np
 
 from passes.search.anywhere.problem import Home, PlacementProblem
 
-SWAPS, SINGLE, MODULES = 0.1, 0.3, 0.15
-"""Shares of neighbours in which two units change places, one moves, a module does; in the rest a stretch of a line."""
+KINDS = ("swap", "unit", "stretch", "module")
+"""Kinds of neighbours, equally often: two units change places, one moves, a stretch of a line does, a module does."""
+SLACK = 0.02
+"""Share by which a neighbour may be worse and be gone on from."""
 MISSES = 1000
 """Draws in a row that move nothing, after which there is nothing to move."""
 
@@ -43,15 +45,14 @@ class Neighbourhood:
 
     def _moved(self, home: Home, unit: int, draw: random.Random) -> Home:
         """Move ``unit``, or what goes with it; what may not be on the device stays."""
-        kind, target = draw.random(), self._target(home, unit, draw)
-        if kind < SWAPS:
+        kind, target = draw.choice(KINDS), self._target(home, unit, draw)
+        moves = {unit: target}
+        if kind == "swap":
             other = draw.randrange(self.problem.units)
             moves = {unit: home[other], other: home[unit]}
-        elif kind < SWAPS + SINGLE:
-            moves = {unit: target}
-        elif kind < SWAPS + SINGLE + MODULES and self.modules:
+        elif kind == "module" and self.modules:
             moves = dict.fromkeys(self._module(unit, draw), target)
-        else:
+        elif kind != "unit":
             moves = dict.fromkeys(self._stretch(home, unit, target, draw), target)
         changed = list(home)
         for u, device in moves.items():
@@ -95,31 +96,28 @@ def climb(
     *,
     quiet: int,
     deadline: float,
-    slack: float,
     least: float = 0.0,
-    tries: int | None = None,
 ) -> Home:
     """Walk from neighbour to neighbour; return the best placement seen.
+
+    A neighbour may be worse by ``SLACK``, by less and less until the walk is quiet (threshold accepting: Dueck, Scheuer
+    1990).
 
     measure    seconds of a placement; infinite where it does not fit
     around     draws neighbours of a placement
     quiet      neighbours without a new best that end the walk
-    slack      share by which a neighbour may be worse and be gone on from, less and less until the walk is quiet
-               (threshold accepting: Dueck, Scheuer 1990)
     least      a value that nothing is below: the walk ends there
-    tries      neighbours at most
     """
     value = best = measure(home)
-    best_home, silent, tried, neighbours = home, 0, 0, around(home)
-    while silent < quiet and best > least and time.perf_counter() < deadline and tried != tries:
+    best_home, silent, neighbours = home, 0, around(home)
+    while silent < quiet and best > least and time.perf_counter() < deadline:
         other = next(neighbours, None)
         if other is None:
             break
-        tried += 1
         silent += 1
         seconds = measure(other)
         if seconds < best * (1 - 1e-9):
             best, best_home, silent = seconds, other, 0
-        if seconds <= value * (1 + slack * (1 - silent / quiet)):
+        if seconds <= value * (1 + SLACK * (1 - silent / quiet)):
             home, value, neighbours = other, seconds, around(other)
     return best_home

@@ -7,7 +7,7 @@ import time
 import numpy as np
 
 from passes.search.anywhere.problem import Home, PlacementProblem, evaluate
-from passes.search.anywhere.program import program_terms, solve_program
+from passes.search.anywhere.program import PROGRAM_SECONDS, program_terms, solve_program
 
 LEAST_GAIN = 1e-9
 """Relative gain below which rounding made it."""
@@ -15,8 +15,6 @@ MOST_FREED = 160
 """Units of two devices that a program places anew."""
 MOST_TERMS = 60_000
 """Nonzeros beyond which building and presolving a program takes longer than it may."""
-PROGRAM_SECONDS = 5.0
-"""Seconds of one program at most."""
 
 
 def divided(problem: PlacementProblem, home: Home, deadline: float) -> Home:

@@ -37,6 +37,12 @@ from cost_models.arrays import FloatArray
 from passes.search.anywhere.problem import Home, PlacementProblem
 from passes.search.ilp import IntegerProgram, Terms, Variable
 
+MOST_CHOICES = 600
+"""Units times devices up to which one program holds everything: beyond, its relaxation is too weak to prove anything in a
+minute. A limit of work."""
+PROGRAM_SECONDS = 4.0
+"""Seconds of a program at most, where it is one of several ways: a limit of work."""
+
 
 @dataclass(frozen=True)
 class ProgramAnswer:

@@ -42,8 +42,6 @@ START_SHARE = 0.15
 """Share of the time limit for the contiguous placement to start from."""
 QUIET_MOVES = 20_000
 """Moves without a better placement after which the search ends; at least twenty per group."""
-SLACK = 0.02
-"""Share by which a neighbour may be slower and be gone on from, as in the free search."""
 MAKESPAN = "makespan of one batch"
 SPACE = "all placements with equal colours together, nodes in the order of a list schedule"
 
@@ -164,7 +162,6 @@ def place_for_latency(graph: PlacementGraph, time_limit: float = 60.0, *, seed: 
         partial(around.draw, draw=random.Random(seed)),
         quiet=max(QUIET_MOVES, 20 * problem.count),
         deadline=started + time_limit,
-        slack=SLACK,
         least=bound * (1 + PROVED),
     )
     placement = problem.of_nodes(home)

@@ -23,7 +23,7 @@ from passes.search.anywhere.bound import simple_bound
 from passes.search.anywhere.pairs import divided
 from passes.search.anywhere.placements import PlacementBatch
 from passes.search.anywhere.problem import Home, evaluate, legal
-from passes.search.anywhere.program import solve_program
+from passes.search.anywhere.program import MOST_CHOICES, solve_program
 from passes.search.bound import Bound, BoundMethod
 from passes.search.cost_graph.contiguous import place_contiguous
 from passes.search.cost_graph.graph import PlacementGraph
@@ -36,8 +36,6 @@ FIRST_STEPS = 2000
 """Steps of the first round of annealing, at least; each round takes twice as many as the last."""
 MOST_STEPS = 640_000
 """Steps of a round of annealing at most."""
-POWER = 12.0
-"""Power of the norm of loads that is annealed: of six devices, it is at most 1.16 times their maximum."""
 MOST_CHAINS, LEAST_CHAINS = 64, 16
 """Placements annealed at once: up to 200 groups, and of many groups."""
 LARGE = 300
@@ -48,9 +46,6 @@ ROUND_SHARE = 0.25
 """Share of the time left for a round of annealing at most; of a large graph, twice that."""
 QUIET_ROUNDS = 6
 """Rounds of annealing without a better placement or bound after which the search ends."""
-MOST_CHOICES = 600
-"""Groups times devices up to which one integer program holds everything: beyond, its relaxation is too weak to prove
-anything in a minute."""
 SPACE = "all placements with equal colours together"
 
 
@@ -162,7 +157,6 @@ class _ThroughputSearch:
             self.lines,
             steps=steps,
             hottest=0.01 if warm else 0.05,
-            power=POWER,
             seed=self.seed + self.rounds,
             deadline=now + (2 if self.large else 1) * ROUND_SHARE * (self.deadline - now),
         )

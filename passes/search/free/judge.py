@@ -16,15 +16,11 @@ from passes.lower.candidate import Candidate, Origin, Trail, anywhere
 from passes.lower.segment import Segmentation
 from passes.search.anywhere.climb import climb
 from passes.search.anywhere.problem import Home
-from passes.search.free.search import CountSearch
+from passes.search.free.search import LEADERS, CountSearch
 from passes.search.judge import Carried, Judge, Simulated, fastest_fitting
 
-CLIMBED = 3
-"""Placements that are climbed from in simulation, one after the other."""
 PREDICTED_PER_SIMULATION = 6
 """Neighbours that are predicted for each that is simulated."""
-SLACK = 0.01
-"""Share by which a neighbour may be slower in simulation and be gone on from."""
 QUIET_SECONDS, LEAST_QUIET, MOST_QUIET = 2.0, 16, 120
 """Seconds without a better placement that end climbing, as a number of simulations; and the limits of that number."""
 
@@ -120,7 +116,7 @@ class FreeJudge:
         unlike: dict[Trail, int] = {}
         for i in sorted(fitting, key=lambda i: self.tried[i].step_seconds):
             unlike.setdefault(self.tried[i].candidate.trail, i)
-        leaders = list(unlike.values())[:CLIMBED]
+        leaders = list(unlike.values())[:LEADERS]
         for number, first in enumerate(leaders):
             now = time.perf_counter()
             self._climb_from(*self.homes[first], dice, now + (deadline - now) / (len(leaders) - number))
@@ -143,4 +139,4 @@ class FreeJudge:
             simulated = self.placement(search, home, Trail.of(Origin.MOVED_IN_SIMULATION))
             return simulated.step_seconds if simulated.fits else math.inf
 
-        climb(measure, first, promising, quiet=quiet, deadline=deadline - self.each_seconds, slack=SLACK)
+        climb(measure, first, promising, quiet=quiet, deadline=deadline - self.each_seconds)

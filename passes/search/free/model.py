@@ -101,17 +101,15 @@ class FreeModel:
             )
         return self._cache[key]
 
-    def problem(
-        self, unit_of: IntArray, batch_size: int, microbatches: int, held: int = 1
-    ) -> PlacementProblem:
-        """Make the problem over the units ``unit_of`` [n], with ``held`` micro-batches at once in memory."""
+    def problem(self, unit_of: IntArray, batch_size: int, microbatches: int) -> PlacementProblem:
+        """Make the problem over the units ``unit_of`` [n], with one micro-batch at a time in memory."""
         size = -(-batch_size // microbatches)
         count = int(unit_of.max()) + 1
         seconds = microbatches * _over_units(self.seconds(size).sum(axis=0), unit_of, count)
         out = self.layers.output_bytes(size)
         nets, net_of, ops = self._nets(unit_of)
         carries = 1.0 + self.layers.differentiable[ops].astype(np.float64)
-        unit_bytes = held * self._saved_bytes(unit_of, count, size)
+        unit_bytes = self._saved_bytes(unit_of, count, size)
         ties = self._add_states(unit_of, seconds, unit_bytes)
         latency, per_byte = self.links
         return PlacementProblem(
@@ -120,7 +118,7 @@ class FreeModel:
             nets=tuple(nets),
             messages=microbatches * _sums(net_of, carries, len(nets)),
             net_bytes=microbatches * _sums(net_of, out[ops] * carries, len(nets)),
-            received_bytes=held * _sums(net_of, out[ops], len(nets)),
+            received_bytes=_sums(net_of, out[ops], len(nets)),
             ties=tuple(units for units, _, _ in ties),
             tie_bytes=np.array([float(state.held.total) for _, state, _ in ties]),
             tie_seconds=np.array([row for _, _, row in ties]).reshape(len(ties), len(seconds)).T,
@@ -236,12 +234,8 @@ def read_free_model(
     job: Job,
     pins: Mapping[int, int],
     work_size: int,
-    most_tasks: int = MOST_TASKS,
 ) -> FreeModel:
-    """Collect the arrays of a graph.
-
-    ``work_size``: samples of the micro-batch at which tasks are balanced; ``most_tasks``: about so many are made.
-    """
+    """Collect the arrays of a graph. ``work_size``: samples of the micro-batch at which tasks are balanced."""
     layers = read_model(graph, costs, job)
     if recomputed.intersection(layers.names) or len(recomputed) + len(layers.names) != len(graph.ops):
         raise InternalError("free search: the ops without a rank are not those of passes.graph.recomputed")
@@ -253,7 +247,7 @@ def read_free_model(
     work = layers.seconds(work_size, cluster.devices[0])
     crossing = layers.output_bytes(work_size) * (1.0 + layers.differentiable)
     tasks = np.array(
-        clusters(OpArrays(layers.readers, work, crossing, together, pins), most_tasks), dtype=np.int64
+        clusters(OpArrays(layers.readers, work, crossing, together, pins), MOST_TASKS), dtype=np.int64
     )
     count = int(tasks.max()) + 1
     pinned = {int(tasks[op]): rank for op, rank in pins.items()}

@@ -26,12 +26,14 @@ from passes.progress import report_option
 from passes.search.anywhere.problem import evaluate
 from passes.search.bound import Bound, BoundMethod, PhaseTimes, whole_ops_bound
 from passes.search.certificate import Certificate, relative_gap
+from passes.search.fastest import ROOM_LEFT
 from passes.search.free.judge import FreeJudge
 from passes.search.free.model import FreeModel, read_free_model
 from passes.search.free.request import FreeRequest, counts_to_try, resolved_pins
 from passes.search.free.search import PROVED, CountSearch
 from passes.search.infeasible import shortfalls
 from passes.search.judge import Judge, Simulated, memory_rounds
+from passes.search.microbatches import spread
 from passes.search.outcome import Label, Outcome, RunnerUp
 
 log = logging.getLogger("partitioner")
@@ -45,12 +47,8 @@ SEARCH_SHARE, SIMULATE_SHARE = 0.5, 0.75
 """Shares of the time after which searching ends, and simulating what was found; the rest is for climbing."""
 LATE = 0.98
 """Share of the limit: a search that took more was ended by the limit, its certificate says."""
-FIRST_COUNTS = 6
-"""Numbers of micro-batches looked at first, spread over all; then those beside the best."""
 SIMULATIONS = 12
 """Placements simulated at most before climbing."""
-ROOM_LEFT = 0.97
-"""Fullness of a device in the next search, if the estimate is as wrong as where it overflowed."""
 NEAR = 1.01
 """Multiple of its step at which a placement that overflows is still worth searching again for."""
 
@@ -170,19 +168,19 @@ def _search(
             search.offer(model.home_of(start.stage_of, search.problem), start.trail)
         looked[count] = search.start(), search
 
-    spread = np.unique(np.linspace(0, len(counts) - 1, FIRST_COUNTS).round().astype(int)).tolist()
-    for count in [*(start.microbatches for start in starts), *(counts[i] for i in spread)]:
+    for count in [start.microbatches for start in starts] or spread(counts):
         if looked and time.perf_counter() > deadline:
             break
         look(count)
-    for _ in range(2):
+    before = 0
+    while before < len(looked) and time.perf_counter() < deadline:
+        before = len(looked)
         at = counts.index(min(looked, key=lambda count: looked[count][0]))
         for beside in counts[max(0, at - 1) : at + 2]:
-            if time.perf_counter() < deadline:
-                look(beside)
+            look(beside)
     _, search = min(looked.values(), key=lambda pair: pair[0])
     if time.perf_counter() < deadline:
-        search.run(deadline, latency=request.objective == "latency")
+        search.run(deadline)
     return search
 
 

@@ -1,6 +1,6 @@
 """The search for one number of micro-batches; anytime, with a proved bound.
 
-    starts ─► annealing ─► integer programs: over all units if they are few, then over pairs of devices
+    starts ─► integer programs: over all units if they are few, then over pairs of devices
            ─► local search on the predicted step
 
 Everything that was found is kept: placements that are best for the busiest device, and those that are predicted best.
@@ -20,41 +20,26 @@ import numpy as np
 
 from cost_models.arrays import FloatArray
 from passes.lower.candidate import Origin, Trail
-from passes.search.anywhere.anneal import anneal
 from passes.search.anywhere.bound import simple_bound
 from passes.search.anywhere.climb import Neighbourhood, climb
-from passes.search.anywhere.pairs import MOST_TERMS, divided
+from passes.search.anywhere.pairs import divided
 from passes.search.anywhere.problem import Home, Loads, PlacementProblem, evaluate
-from passes.search.anywhere.program import program_terms, solve_program
+from passes.search.anywhere.program import MOST_CHOICES, PROGRAM_SECONDS, solve_program
 from passes.search.bound import Bound, BoundMethod
 from passes.search.free.model import FreeModel
 from passes.search.free.predict import Predictor
 from passes.search.heft import earliest_finish
+from passes.search.microbatches import spread
 
 SEED = 0
 """First random number."""
-RUN_COUNTS, RUN_BISECTIONS = 6, 40
-"""Numbers of contiguous runs to start with, from two to one for each device; halvings of the longest run's seconds."""
-CHAINS = 16
-"""Placements annealed at once."""
-STEPS_PER_UNIT, MOST_STEPS = 120, 24_000
-"""Steps of annealing."""
-HOTTEST = 0.03
-"""First temperature of annealing, relative to the objective at the start."""
-POWER = 4.0
-"""Power of the norm of loads that is annealed: with a high one, devices beside the busiest send without need."""
-EXACT_CHOICES = 900
-"""Units times devices up to which one integer program holds everything, and may prove its placement best."""
-PROGRAM_SECONDS = 4.0
-"""Seconds of that program, at most."""
-CLIMB_LEADERS = 2
-"""Placements that are climbed from, twice as many for latency."""
-CLIMB_WORK, MOST_TRIES, LEAST_TRIES = 150_000, 1200, 100
-"""Tasks that are played while climbing from one placement, as a number of tries; and the limits of that number."""
-QUIET_SHARE = 0.25
-"""Share of the tries without a better placement that ends climbing."""
-SLACK = 0.02
-"""Share by which a neighbour may be worse and be gone on from."""
+RUN_BISECTIONS = 40
+"""Halvings of the longest run's seconds: what is left is rounding."""
+LEADERS = 3
+"""Placements that are climbed from, one after the other: a limit of work."""
+QUIET_WORK, LEAST_QUIET, MOST_QUIET = 40_000, 25, 300
+"""Tasks played without a better placement that end climbing, as a number of predictions; and the limits of that number.
+A limit of work: about half a second."""
 MANY_TASKS, FEW_PREDICTED = 1000, 4
 """Tasks from which on placements are not all predicted: a prediction takes milliseconds. Then so many are, at least."""
 PROVED = 1e-6
@@ -64,7 +49,6 @@ PROVED = 1e-6
 class Method(Enum):
     """A way of looking for placements; its value is for people to read."""
 
-    ANNEALING = "annealing"
     INTEGER_PROGRAM = "integer program"
     PAIRS = "integer programs over pairs of devices"
     CLIMBING = "hill climbing"
@@ -118,8 +102,7 @@ class CountSearch:
         """Begin with simple placements; return the least predicted seconds among them."""
         self.offer(self._soonest(), Trail.of(Origin.EARLIEST_FINISH))
         fastest = np.argsort(self.problem.seconds.sum(axis=1), kind="stable").tolist()
-        numbers = np.unique(np.linspace(2, len(fastest), RUN_COUNTS).round().astype(int)).tolist()
-        for used in numbers if len(fastest) > 1 else []:
+        for used in spread(range(2, len(fastest) + 1)):
             chosen = fastest[:used]
             for devices in dict.fromkeys((tuple(sorted(chosen)), tuple(chosen), tuple(chosen[::-1]))):
                 self.offer(equal_runs(self.problem, devices), Trail.of(Origin.CONTIGUOUS_RUNS, used))
@@ -162,17 +145,15 @@ class CountSearch:
         predicted = [each for each in self.known.values() if self.predict.knows(each.home)]
         return list({each.home: each for each in (*predicted, *self.best(count))}.values())
 
-    def run(self, deadline: float, *, latency: bool = False) -> None:
+    def run(self, deadline: float) -> None:
         """Improve until nothing helps or the time is over.
 
         The objective, the busiest device, is no measure of latency, but balanced placements are a start.
         """
         if self.problem.devices < 2 or not (self.problem.allowed.sum(axis=0) > 1).any():
             return
-        latency = latency and self.microbatches == 1
-        left = deadline - time.perf_counter()
-        self._balance(deadline - 0.6 * left if latency else deadline - 0.3 * left)
-        self._climb(deadline, 2 * CLIMB_LEADERS if latency else CLIMB_LEADERS)
+        self._balance((time.perf_counter() + deadline) / 2)
+        self._climb(deadline)
 
     @property
     def proved(self) -> bool:
@@ -181,24 +162,9 @@ class CountSearch:
         return not loads.overflow_bytes and loads.objective_seconds <= self.bound.seconds * (1 + PROVED)
 
     def _balance(self, deadline: float) -> None:
-        """Make the busiest device less busy: by annealing, by a program over everything, by programs over pairs."""
+        """Make the busiest device less busy: by one program over everything, by programs over pairs."""
         problem = self.problem
-        leaders = [each.home for each in self.best(CHAINS)]
-        starts = (leaders * -(-CHAINS // len(leaders)))[:CHAINS]
-        now = time.perf_counter()
-        for home in anneal(
-            problem,
-            starts,
-            [range(problem.units)],
-            steps=min(MOST_STEPS, STEPS_PER_UNIT * problem.units),
-            hottest=HOTTEST,
-            power=POWER,
-            seed=self.seed,
-            deadline=now + 0.5 * (deadline - now),
-        )[:4]:
-            self.offer(home, Trail.of(Origin.ANNEALED))
-        self.methods.append(Method.ANNEALING)
-        few = problem.units * problem.devices <= EXACT_CHOICES and program_terms(problem) <= MOST_TERMS
+        few = problem.units * problem.devices <= MOST_CHOICES
         seconds = min(PROGRAM_SECONDS, deadline - time.perf_counter())
         if few and seconds > 0 and not (self.lossless and self.proved):
             self._solve(seconds)
@@ -219,21 +185,18 @@ class CountSearch:
         if self.lossless and self.capacity_scale == 1 and answer.bound_seconds > self.bound.seconds:
             self.bound = Bound(answer.bound_seconds, BoundMethod.INTEGER_PROGRAM)
 
-    def _climb(self, deadline: float, count: int) -> None:
+    def _climb(self, deadline: float) -> None:
         """Climb on the predicted step, from the best few by prediction."""
-        work = len(self.tasks) * min(3, self.microbatches)
-        tries = max(LEAST_TRIES, min(MOST_TRIES, CLIMB_WORK // work))
-        leaders = self.ranked(count)
+        work = len(self.tasks) * self.predict.played_microbatches
+        leaders = self.ranked(LEADERS)
         for number, leader in enumerate(leaders):
             now = time.perf_counter()
             home = climb(
                 self.predict,
                 leader.home,
                 partial(self.around.draw, draw=random.Random(self.seed + number)),
-                quiet=int(QUIET_SHARE * tries),
+                quiet=max(LEAST_QUIET, min(MOST_QUIET, QUIET_WORK // work)),
                 deadline=now + (deadline - now) / (len(leaders) - number),
-                slack=SLACK,
-                tries=tries,
             )
             self.offer(home, leader.trail.then(Origin.MOVED))
         self.methods.append(Method.CLIMBING)

@@ -30,11 +30,9 @@ from passes.graph.graph import OpGraph
 from passes.search.free.predict import MESSAGE_SHARE
 from passes.search.free.request import FreeRequest
 from passes.search.free.splits import proportional
+from passes.search.microbatches import spread
 from passes.split.families import Family
 from passes.split.split import Split
-
-SHAPE_NUMBERS = 5
-"""Numbers of devices, and of micro-batches, for which shapes are estimated."""
 
 
 @dataclass(frozen=True)
@@ -104,9 +102,8 @@ def shapes(
     ``chosen``: sets of families; ``counts``: numbers of micro-batches.
     """
     found: dict[object, BlockChoice] = {}
-    numbers = np.unique(np.linspace(0, len(counts) - 1, SHAPE_NUMBERS).round().astype(int))
     for families in dict.fromkeys((*map(tuple, chosen), *map(alternating, chosen))):
-        for m in (counts[i] for i in numbers.tolist()):
+        for m in spread(counts):
             seconds = family_seconds(graph, costs, cluster, request, m, families)
             for shape in _of_one_count(families, m, seconds):
                 key = shape.families, shape.sizes, shape.ranks
@@ -132,7 +129,7 @@ def alternating(families: Sequence[Family]) -> tuple[Family, ...]:
 def _of_one_count(families: Sequence[Family], m: int, seconds: FamilySeconds) -> Iterator[BlockChoice]:
     """Yield the shapes of one number of micro-batches: by devices, by families and by sizes."""
     fastest = np.argsort(-seconds.speeds, kind="stable").tolist()
-    for n in np.unique(np.linspace(2, len(fastest), SHAPE_NUMBERS).round().astype(int)).tolist():
+    for n in spread(range(2, len(fastest) + 1)):
         ranks = fastest[:n]
         by_speed = seconds.speeds[ranks] / seconds.speeds[ranks].sum()
         paying = [i for i in range(len(families)) if _pays(i, ranks, by_speed, seconds)]

@@ -45,18 +45,13 @@ class TimeBudget:
         return TimeBudget(math.inf if limit is None else time.perf_counter() + limit)
 
     @property
-    def limited(self) -> bool:
-        """True if there is an end."""
-        return not math.isinf(self.deadline)
-
-    @property
     def left_seconds(self) -> float:
         """Seconds until the end; 0 after it."""
         return max(0.0, self.deadline - time.perf_counter())
 
     def part(self, request: FreeRequest, share: float) -> FreeRequest:
         """Return ``request`` with a share of the time that is left, half a second at least."""
-        if not self.limited:
+        if math.isinf(self.deadline):
             return request
         return replace(request, time_limit_seconds=max(0.5, share * self.left_seconds))
 

@@ -157,7 +157,7 @@ def test_runner_ups_of_a_free_search_are_told_apart_by_how_they_were_found() -> 
     runs, more = (found_by(Origin.CONTIGUOUS_RUNS, number, 2, 1.0 + number) for number in (3, 4))
     others = [
         found_by(Origin.CONTIGUOUS_RUNS, 3, 4, 6.0),
-        found_by(Origin.ANNEALED, 0, 2, 7.0),
+        found_by(Origin.EARLIEST_FINISH, 0, 2, 7.0),
         RunnerUp(Label.of_variant(14, 2, 3), 8.0, 1),
         RunnerUp(Label.of_layer_wise(pipeline(2, "1f1b", 2)), 9.0, 1),
     ]

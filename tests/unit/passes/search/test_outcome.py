@@ -10,7 +10,7 @@ from passes.lower.candidate import Candidate, Origin, Trail, anywhere
 from passes.search.judge import Simulated
 from passes.search.outcome import Label, RunnerUp
 
-ANNEALED = Trail.of(Origin.ANNEALED)
+SOONEST = Trail.of(Origin.EARLIEST_FINISH)
 
 
 def _pipeline(stages: int, schedule: str, microbatches: int, recomputing: int = 0) -> Candidate:
@@ -33,8 +33,8 @@ def _layer_wise(stages: int, schedule: str, microbatches: int) -> Label:
         (_stages(8, "zb-h1", 32), "8 stages, zb-h1, 32 micro-batches"),
         (_stages(4, "1f1b", 8, 1), "4 stages, 1f1b, 8 micro-batches, 1 stage recompute"),
         (_stages(4, "1f1b", 8, 2), "4 stages, 1f1b, 8 micro-batches, 2 stages recompute"),
-        (Label.of_trail(ANNEALED, 1), "annealed, 1 micro-batch"),
-        (Label.of_trail(ANNEALED.then(Origin.MOVED), 8), "annealed, moved, 8 micro-batches"),
+        (Label.of_trail(SOONEST, 1), "earliest finish, 1 micro-batch"),
+        (Label.of_trail(SOONEST.then(Origin.MOVED), 8), "earliest finish, moved, 8 micro-batches"),
         (Label.of_trail(Trail.of(Origin.CONTIGUOUS_RUNS, 3), 2), "3 contiguous runs, 2 micro-batches"),
         (Label.of_trail(Trail.of(Origin.CONTIGUOUS_RUNS, 2), 2), "2 contiguous runs, 2 micro-batches"),
         (Label.of_variant(1, 1, 0), "1 segment, 1 micro-batch"),
@@ -61,8 +61,8 @@ ALIKE: list[tuple[Label, Label]] = [
 UNLIKE: list[tuple[Label, Label]] = [
     (_stages(2, "1f1b", 8), _stages(2, "1f1b", 4)),
     (_stages(2, "1f1b", 8), _stages(2, "gpipe", 8)),
-    (Label.of_trail(ANNEALED, 8), Label.of_trail(ANNEALED, 4)),
-    (Label.of_trail(ANNEALED, 8), Label.of_trail(ANNEALED.then(Origin.MOVED), 8)),
+    (Label.of_trail(SOONEST, 8), Label.of_trail(SOONEST, 4)),
+    (Label.of_trail(SOONEST, 8), Label.of_trail(SOONEST.then(Origin.MOVED), 8)),
     (Label.of_variant(14, 2, 0), Label.of_variant(13, 2, 0)),
     (Label.of_variant(14, 2, 0), Label.of_variant(14, 2, 3)),
     (_layer_wise(2, "1f1b", 8), _stages(2, "1f1b", 8)),
@@ -89,7 +89,7 @@ def test_a_pipeline_is_labelled_by_its_candidate() -> None:
 
 def test_a_runner_up_keeps_the_figures_of_the_fullest_device() -> None:
     simulated = Simulated(anywhere({"a": 0}, 2, 4), 1.5, [10, 30], overflow_bytes=5)
-    found = RunnerUp.of(Label.of_trail(ANNEALED, 4), simulated)
+    found = RunnerUp.of(Label.of_trail(SOONEST, 4), simulated)
     assert (found.step_seconds, found.peak_bytes, found.overflow_bytes) == (1.5, 30, 5)
     assert not found.fits
     assert not found.bounded

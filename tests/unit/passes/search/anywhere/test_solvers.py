@@ -41,7 +41,7 @@ def anywhere(problem: PlacementProblem) -> Home:
 def annealed(problem: PlacementProblem, steps: int) -> Home:
     line = [range(problem.units)]
     starts = [anywhere(problem)] * 4
-    return anneal(problem, starts, line, steps=steps, hottest=0.03, power=12.0, seed=1, deadline=math.inf)[0]
+    return anneal(problem, starts, line, steps=steps, hottest=0.03, seed=1, deadline=math.inf)[0]
 
 
 def test_loads_by_hand() -> None:
