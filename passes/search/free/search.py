@@ -35,11 +35,11 @@ SEED = 0
 """First random number."""
 RUN_BISECTIONS = 40
 """Halvings of the longest run's seconds: what is left is rounding."""
-LEADERS = 3
+LEADERS = 6
 """Placements that are climbed from, one after the other: a limit of work."""
-QUIET_WORK, LEAST_QUIET, MOST_QUIET = 40_000, 25, 300
+QUIET_WORK, LEAST_QUIET, MOST_QUIET = 80_000, 25, 600
 """Tasks played without a better placement that end climbing, as a number of predictions; and the limits of that number.
-A limit of work: about half a second."""
+A limit of work: about a second."""
 MANY_TASKS, FEW_PREDICTED = 1000, 4
 """Tasks from which on placements are not all predicted: a prediction takes milliseconds. Then so many are, at least."""
 PROVED = 1e-6

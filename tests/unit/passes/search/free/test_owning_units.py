@@ -110,13 +110,14 @@ def test_pins_that_part_the_users_of_a_buffer_are_refused() -> None:
 
 
 @pytest.mark.parametrize("tasks", [1000, 4])
-def test_calls_of_one_module_never_override_pins(tasks: int) -> None:
+def test_calls_of_one_module_never_override_pins(tasks: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """In a large graph, a pinned op and a call beside it are one task."""
     graph = _traced(Shared())
     recomputed = recomputed_ops(graph)
     request = FreeRequest(Job(8), pins={"first": 0, "middle": 1})
     pins = resolved_pins(graph, recomputed, request, TWO)
-    model = read_free_model(graph, costs_of(graph, TWO), TWO, recomputed, Job(8), pins, 8, tasks)
+    monkeypatch.setattr("passes.search.free.model.MOST_TASKS", tasks)
+    model = read_free_model(graph, costs_of(graph, TWO), TWO, recomputed, Job(8), pins, 8)
     for units in (model.unit_of, model.exact_unit_of):
         allowed = model.problem(units, 8, 1).allowed
         assert {op: allowed[:, units[op]].tolist() for op in pins} == {
