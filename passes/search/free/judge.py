@@ -16,13 +16,15 @@ from passes.lower.candidate import Candidate, Origin, Trail, anywhere
 from passes.lower.segment import Segmentation
 from passes.search.anywhere.climb import climb
 from passes.search.anywhere.problem import Home
-from passes.search.free.search import LEADERS, CountSearch
+from passes.search.free.search import CountSearch
 from passes.search.judge import Carried, Judge, Simulated, fastest_fitting
 
 PREDICTED_PER_SIMULATION = 6
 """Neighbours that are predicted for each that is simulated."""
 QUIET_SECONDS, LEAST_QUIET, MOST_QUIET = 2.0, 16, 120
 """Seconds without a better placement that end climbing, as a number of simulations; and the limits of that number."""
+LEADERS = 3
+"""Placements that are climbed from by simulation, which takes much longer than prediction: a limit of work."""
 
 
 class ListJudge(Judge):
