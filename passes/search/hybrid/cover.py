@@ -3,6 +3,9 @@
 No stage takes less for being replicated: gradients are summed, parameters kept in parts are gathered. So the least of
 seconds + price · bytes that a micro-batch holds, at a row of prices, bounds all options with so many shards and samples. It
 is concave in the price: between two, the line is below it. To that come the cheapest ways to keep the parameters.
+
+Replicas whose samples depend on each other exchange more (experts that sort the tokens of all samples by expert): on a
+group's own mesh, however much memory that takes, the whole batch bounds each of its micro-batches in proportion.
 """
 
 from __future__ import annotations
@@ -47,6 +50,8 @@ class Cover:
     """[unlike ranges] bytes of the largest buffer at least."""
     scale_seconds: float
     """Typical seconds of a stage; divided by its memory, the unit of the prices in ``SCALE``."""
+    on_mesh: FloatArray | float = 0.0
+    """[unlike ranges] seconds of a micro-batch on all replicas at least, but for what parameters take."""
 
     def plane(self, seconds: FloatArray) -> FloatArray:
         """[first piece, last + 1] seconds of each range; infinite where there is none."""
@@ -67,8 +72,9 @@ class Cover:
         low, high = self.prices[right - 1], self.prices[right]
         share = (at - low) / (high - low)
         left = self._parameters(microbatches, price) + price * (self.buffers[:, None] - room_bytes)
-        each = [(1 - share) * own[:, right - 1] + share * own[:, right] + left for own in self.least]
-        return np.stack(each, axis=1)
+        each = [(1 - share) * own[:, right - 1] + share * own[:, right] for own in self.least]
+        on_mesh = np.reshape(self.on_mesh, (-1, 1))
+        return np.stack([np.maximum(own, on_mesh) + left for own in each], axis=1)
 
     def _parameters(self, microbatches: int, prices: FloatArray) -> FloatArray:
         """[unlike ranges, prices] the least seconds of parameters, with what their bytes cost."""
@@ -88,9 +94,10 @@ class Covers:
     recompute: RecomputeMode
     _known: dict[Hashable, Cover] = field(default_factory=dict)
     _kept: dict[Hashable, list[Kept]] = field(default_factory=dict)
+    _on_mesh: dict[Hashable, FloatArray] = field(default_factory=dict)
 
-    def of_groups(self, option: GroupOption) -> list[Cover]:
-        """Return a table for each group. Raises ``TooWideError``."""
+    def of_groups(self, option: GroupOption, *, on_mesh: bool = False) -> list[Cover]:
+        """Return a table for each group. ``on_mesh``: it knows what replicas exchange. Raises ``TooWideError``."""
         found: dict[Hashable, Cover] = {}
         kinds = [run.kind(number) for run, number in option.members]
         for kind, (run, number) in zip(kinds, option.members, strict=True):
@@ -101,6 +108,9 @@ class Covers:
             if kind not in found:
                 own, ways = self._known[key], self._ways(run, number, option.samples)
                 found[kind] = replace(own, kept=ways, scale_seconds=own.scale_seconds / option.stages)
+                if on_mesh and run.replicas > 1:
+                    each = self._sample_seconds(run, number)
+                    found[kind] = replace(found[kind], on_mesh=each * option.samples)
         return [found[kind] for kind in kinds]
 
     def _ways(self, run: Run, number: int, samples: int) -> list[Kept]:
@@ -110,6 +120,18 @@ class Covers:
             kinds = range(len(self.search.pieces.first))
             self._kept[key] = [kept(self.search, kind, group, self.job, samples) for kind in kinds]
         return self._kept[key]
+
+    def _sample_seconds(self, run: Run, number: int) -> FloatArray:
+        """[unlike ranges] the least seconds of a sample of the whole batch on a group's mesh, parameters at hand."""
+        key = run.kind(number)
+        if key not in self._on_mesh:
+            group = GroupKind(run.ranks(number), run.replicas, run.tensor)
+            batch, free = self.job.batch_size, Prices(np.zeros(1), np.zeros(1))
+            job = replace(self.job, batch_size=batch * MANY)
+            kinds = range(len(self.search.pieces.first))
+            each = [self.search.least(kind, group, job, MANY, free, parameters=False) for kind in kinds]
+            self._on_mesh[key] = least_of_ranges(self.search.pieces.kind, each)[1][:, 0] / (MANY * batch)
+        return self._on_mesh[key]
 
     def _cover(self, run: Run, number: int, samples: int) -> Cover:
         ranks, kinds = run.ranks(number)[: run.tensor], self.search.pieces.kind

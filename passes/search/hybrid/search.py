@@ -204,12 +204,16 @@ class GroupSearch:
             log.info("%s: not searched, its tables would have %s", option, error)
             return None
 
-    def first_bound(self, option: GroupOption, cutoff_seconds: float, room: float = 1.0) -> float:
-        """Lower bound on an option's pipelines, without tables of its own."""
+    def first_bound(
+        self, option: GroupOption, cutoff_seconds: float, room: float = 1.0, *, on_mesh: bool = False
+    ) -> float:
+        """Lower bound on an option's pipelines, without tables of its own. ``on_mesh``: by what replicas exchange, too."""
         if self.fixed is not None:  # there are few, and shards alone may be held to more than with replicas
             return 0.0
+        if on_mesh and (self.floors.cheaper_in_pieces or all(run.replicas == 1 for run in option.runs)):
+            return 0.0
         try:
-            groups = self.covers.of_groups(option)
+            groups = self.covers.of_groups(option, on_mesh=on_mesh)
             stages = [groups[place] for place in option.places]
             return quick_bound(self._staged(option, stages, room), cutoff_seconds)
         except TooWideError:

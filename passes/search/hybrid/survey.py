@@ -1,6 +1,6 @@
 """The survey of all options: each bounded, the promising ones solved, by rising bound.
 
-option ─► floor ─► bound by one replica ─► bounds by its own tables ─► dynamic program ─► pipelines, best first
+option ─► floor ─► bounds by one replica, by its mesh, by its own tables ─► dynamic program ─► pipelines, best first
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ def survey(
 
 
 class _OptionQueue:
-    """Options by their bounds, of four ranks; the option of the least bound gets the next, or is solved."""
+    """Options by their bounds, of five ranks; the option of the least bound gets the next, or is solved."""
 
     def __init__(
         self, search: GroupSearch, options: Sequence[GroupOption], room: float, known_seconds: float
@@ -177,15 +177,15 @@ class _OptionQueue:
     def _further(self, bound: float, number: int, rank: int) -> tuple[float, int, int] | None:
         """Bound an option better, or solve it; None where it is done with."""
         cutoff, option = self.cutoff_seconds, self.options[number]
-        if rank == 0:
-            better = self.search.first_bound(option, cutoff, self.room)
-        elif rank == 1:
+        if rank < 2:
+            better = self.search.first_bound(option, cutoff, self.room, on_mesh=rank == 1)
+        elif rank == 2:
             staged = self.search.staged(option, self.room)
             if staged is None:
                 return None
             self._staged[number] = staged
             better = quick_bound(staged, cutoff)
-        elif rank == 2:
+        elif rank == 3:
             if not self.found:  # without a plan to beat, the full bound is slower than solving
                 self._solve(number, bound)
             if math.isinf(self.best_seconds):

@@ -174,19 +174,22 @@ def eliminate(
     state_prices: FloatArray,
     held_prices: FloatArray,
     kept: Sequence[int],
+    *,
+    parameters: bool = True,
 ) -> Elimination:
     """Find the minima of ``problem`` at prices of memory, for every combination of options of the units ``kept``.
 
     ``state_prices``, ``held_prices``: [prices] seconds per byte of what is there all the time, and of what a micro-batch
-    holds. Raises ``TooWideError`` where the tables would be too large.
+    holds. ``parameters``: whether wires from parameters count. Raises ``TooWideError`` where the tables would be too large.
     """
-    count = [len(unit.seconds) for unit in problem.units]
+    count, units = [len(unit.seconds) for unit in problem.units], problem.space.units
     factors = [
         *_of_units(problem, state_prices, held_prices),
         *(
             _of_wire(problem, w, known, held_prices)
             for w, known in enumerate(tables)
-            if _takes_seconds(known) or known.table.copies.any()
+            if (parameters or units[problem.space.wires[w].producer].kind != "parameter")
+            and (_takes_seconds(known) or known.table.copies.any())
         ),
     ]
     factors = [f for f in factors if f.cost.any()]
@@ -202,10 +205,9 @@ def eliminate(
         )
         factors = [f for f in factors if unit not in f.units]
         factors.append(_FactorCosts(scope, steps[-1].least()))
-    units = tuple(kept)
-    least = sum(f.over(units) for f in factors)
+    least = sum(f.over(tuple(kept)) for f in factors)
     least = np.broadcast_to(np.asarray(least), (*(count[u] for u in kept), len(state_prices)))
-    return Elimination(problem, tables, units, np.moveaxis(least, -1, 0).copy(), tuple(steps))
+    return Elimination(problem, tables, tuple(kept), np.moveaxis(least, -1, 0).copy(), tuple(steps))
 
 
 def _nothing(unit: int, count: Sequence[int]) -> _FactorCosts:

@@ -194,18 +194,38 @@ class PieceSearch:
 
     @phase("recipes")
     def least(
-        self, kind: int, group: GroupKind, job: Job, microbatches: int, prices: Prices, *, again: bool = False
+        self,
+        kind: int,
+        group: GroupKind,
+        job: Job,
+        microbatches: int,
+        prices: Prices,
+        *,
+        again: bool = False,
+        parameters: bool = True,
     ) -> Least:
-        """Find what the recipes of a class of pieces cost, not which they are."""
-        return self._eliminated(kind, group, job, microbatches, prices, again=again)[0]
+        """Find what the recipes of a class of pieces cost, not which they are. ``parameters``: False where readers get
+        parameters for nothing, wherever these are."""
+        return self._eliminated(
+            kind, group, job, microbatches, prices, again=again, parameters=parameters
+        )[0]
 
     def _eliminated(
-        self, kind: int, group: GroupKind, job: Job, microbatches: int, prices: Prices, *, again: bool
+        self,
+        kind: int,
+        group: GroupKind,
+        job: Job,
+        microbatches: int,
+        prices: Prices,
+        *,
+        again: bool,
+        parameters: bool = True,
     ) -> tuple[Least, Elimination]:
         problem = self.problem(kind, group, job, microbatches, again=again)
         ends = self._ends(kind, problem)
         kept = tuple(unit for unit in ends if unit is not None)
-        found = eliminate(problem, wire_tables(problem), prices.state, prices.held, kept)
+        tables = wire_tables(problem)
+        found = eliminate(problem, tables, prices.state, prices.held, kept, parameters=parameters)
         shape = (len(prices), *(1 if u is None else len(problem.units[u].seconds) for u in ends))
         arriving, leaving = (
             (None,) if unit is None else tuple(_layouts(problem.units[unit])) for unit in ends
