@@ -68,7 +68,9 @@ def decoded(model: str, option: GroupOption) -> Iterator[tuple[SolvedOption, Dec
             assert staged is not None
             assert quick_bound(staged, math.inf) <= solved.seconds * (1 + 1e-9)
             assert full_bound(staged, math.inf) <= solved.seconds * (1 + 1e-9)
-            assert own.first_bound(option, math.inf, room * more) <= solved.seconds * (1 + 1e-9)
+            for on_mesh in (False, True):
+                bound = own.first_bound(option, math.inf, room * more, on_mesh=on_mesh)
+                assert bound <= solved.seconds * (1 + 1e-9)
             yield solved, own.decode(solved, one_queue=True)
 
 
