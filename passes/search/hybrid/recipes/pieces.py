@@ -206,9 +206,7 @@ class PieceSearch:
     ) -> Least:
         """Find what the recipes of a class of pieces cost, not which they are. ``parameters``: False where readers get
         parameters for nothing, wherever these are."""
-        return self._eliminated(
-            kind, group, job, microbatches, prices, again=again, parameters=parameters
-        )[0]
+        return self._eliminated(kind, group, job, microbatches, prices, again=again, parameters=parameters)[0]
 
     def _eliminated(
         self,
