@@ -242,8 +242,8 @@ def _prediction(graph: OpGraph, cluster: ClusterSpec, compiled: Compiled) -> Pre
 def _collectives(compiled: Compiled) -> int:
     """Count the collectives of a step: inside of segments, sums of gradients, what is gathered after the update."""
     realized, count = compiled.realized, compiled.outcome.best.candidate.microbatches
-    inside = sum(len(segment.collectives) for segment in realized.segments.segments)
-    return inside * count + len(realized.tied) + len(realized.step.gathers)
+    inside = sum(len(own.groups) for segment in realized.segments.segments for own in segment.collectives)
+    return inside * count + len(realized.tied) + sum(len(own.groups) for own in realized.step.gathers)
 
 
 def _recompute(request: Request, candidate: Candidate) -> RecomputeMode:

@@ -83,7 +83,7 @@ class OnMesh:
 
         sent = tuple(replace(item, value=node_of[item.value]) for item in self.collectives)
         segment = replace(
-            self.segment, index=index, ranks=mesh.ranks, collectives=tuple(collectives(sent, mesh))
+            self.segment, index=index, ranks=mesh.ranks, collectives=collectives(sent, mesh)
         )
         return OnMesh(
             placement=replace(placement, stored={**placement.stored, **written}),
@@ -181,7 +181,7 @@ def _segment(
         transient_bytes=segment.cost.transient_bytes + gathered_bytes + ahead.backward_bytes,
         first_transient_bytes=segment.cost.first_transient_bytes + gathered_bytes + ahead.backward_bytes,
     )
-    segment = replace(segment, cost=cost, collectives=tuple(collectives(sent, sharded.mesh)))
+    segment = replace(segment, cost=cost, collectives=collectives(sent, sharded.mesh))
     return segment, sent, _backward_seconds(costs, cluster, sharded.mesh, units, sent, own)
 
 

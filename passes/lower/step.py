@@ -143,10 +143,11 @@ def _with_gathers(simulation: Simulation, gathers: Sequence[Collective], cluster
     pair_bytes = defaultdict(float, simulation.pair_bytes)
     link_bytes = defaultdict(float, simulation.link_bytes)
     for gather in gathers:
-        for source, target in itertools.pairwise((*gather.ranks, gather.ranks[0])):
-            pair_bytes[source, target] += gather.sent_bytes
-            for link in cluster.path(source, target).links:
-                link_bytes[link] += gather.sent_bytes
+        for ranks in gather.groups:
+            for source, target in itertools.pairwise((*ranks, ranks[0])):
+                pair_bytes[source, target] += gather.sent_bytes
+                for link in cluster.path(source, target).links:
+                    link_bytes[link] += gather.sent_bytes
     return replace(simulation, pair_bytes=dict(pair_bytes), link_bytes=dict(link_bytes))
 
 

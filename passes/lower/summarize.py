@@ -169,21 +169,27 @@ def shared_state(graph: OpGraph, segmentation: Segmentation) -> frozenset[str]:
     return frozenset(name for name, segments in count.items() if segments > 1)
 
 
-def state_names_of_ranks(graph: OpGraph, segmentation: Segmentation, world_size: int) -> list[set[str]]:
+def state_names_of_ranks(
+    graph: OpGraph, segmentation: Segmentation, world_size: int
+) -> list[frozenset[str]]:
     """Name the parameters and buffers that each rank holds. What no segment reads is with the lowest that runs one."""
-    names: list[set[str]] = [set() for _ in range(world_size)]
-    for segment, found in enumerate(state_names_of_segments(graph, segmentation)):
-        for rank in segmentation.ranks[segment]:
-            names[rank] |= found
+    of_segments = state_names_of_segments(graph, segmentation)
+    run_by: list[tuple[int, ...]] = [()] * world_size
+    for segment, ranks in enumerate(segmentation.ranks):
+        for rank in ranks:
+            run_by[rank] += (segment,)
+    together = {own: frozenset[str]().union(*(of_segments[segment] for segment in own)) for own in set(run_by)}
+    names = [together[own] for own in run_by]
     lowest = min(rank for ranks in segmentation.ranks for rank in ranks)
-    names[lowest] |= (graph.parameters.keys() | graph.buffers.keys()).difference(*names)
+    names[lowest] |= (graph.parameters.keys() | graph.buffers.keys()).difference(*of_segments)
     return names
 
 
 def trained_tensors(graph: OpGraph, segmentation: Segmentation, world_size: int) -> tuple[int, ...]:
     """Count the parameters that the optimizer steps on each rank."""
     held = state_names_of_ranks(graph, segmentation, world_size)
-    return tuple(len(names & graph.trained) for names in held)
+    count = {names: len(names & graph.trained) for names in set(held)}
+    return tuple(count[names] for names in held)
 
 
 def tied_groups(graph: OpGraph, segmentation: Segmentation) -> tuple[TiedGroup, ...]:
@@ -191,14 +197,14 @@ def tied_groups(graph: OpGraph, segmentation: Segmentation) -> tuple[TiedGroup, 
 
     What ranks of one group sum among themselves for one segment is not in it (``passes.shard.state.gradient_sums``).
     """
+    summed = shared_state(graph, segmentation) & graph.trained
     holders: dict[str, set[int]] = defaultdict(set)
     for segment, names in enumerate(state_names_of_segments(graph, segmentation)):
-        for name in names:
+        for name in names & summed:
             holders[name].update(segmentation.ranks[segment])
-    shared = shared_state(graph, segmentation)
     groups: dict[tuple[int, ...], list[str]] = defaultdict(list)
     for name in graph.parameters:
-        if name in shared and name in graph.trained and len(holders[name]) > 1:
+        if len(holders[name]) > 1:
             groups[tuple(sorted(holders[name]))].append(name)
     return tuple(TiedGroup(tuple(names), ranks) for ranks, names in groups.items())
 

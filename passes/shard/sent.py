@@ -5,7 +5,7 @@ Each is sent by every group of ranks along its axes at once; several axes taken 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Annotated
 
@@ -71,16 +71,18 @@ class UpdateGather:
     seconds: NonNegativeFloat
 
 
-def collectives(sent: Iterable[StageCollective], mesh: Mesh) -> Iterator[Collective]:
-    """Yield the collectives of every group of ranks of the mesh, as a segment has them."""
-    for item in sent:
-        for group in all_ranks_along(mesh, item.axis.split(JOINT)):
-            yield Collective(item.kind, group, item.sent_bytes, item.backward, item.seconds, item.axis)
+def collectives(sent: Sequence[StageCollective], mesh: Mesh) -> tuple[Collective, ...]:
+    """Return the collectives as a segment has them, each by every group of ranks of the mesh."""
+    groups = {axis: all_ranks_along(mesh, axis.split(JOINT)) for axis in {item.axis for item in sent}}
+    return tuple(
+        Collective(item.kind, groups[item.axis], item.sent_bytes, item.backward, item.seconds, item.axis)
+        for item in sent
+    )
 
 
 def gather_collectives(gathers: Iterable[UpdateGather], mesh: Mesh) -> Iterator[Collective]:
     """Yield the same of what is gathered after the update."""
     for item in gathers:
-        for group in all_ranks_along(mesh, (item.axis,)):
-            sent_bytes = (len(group) - 1) / len(group) * item.size_bytes
-            yield Collective("all_gather", group, sent_bytes, backward=False)
+        groups = all_ranks_along(mesh, (item.axis,))
+        sent_bytes = (len(groups[0]) - 1) / len(groups[0]) * item.size_bytes
+        yield Collective("all_gather", groups, sent_bytes, backward=False)

@@ -130,7 +130,7 @@ def _still_shared(leaders: Segment, ranks: Segment) -> Segment:
     Without it no circle would be missed: whatever the group communicates next is behind the same messages in its queue.
     But every wait of the ranks would not have its own in the quotient.
     """
-    inside = (Collective("compute", ranks.ranks, 0.0, False),) if ranks.shared else ()
+    inside = (Collective("compute", (ranks.ranks,), 0.0, False),) if ranks.shared else ()
     return replace(leaders, collectives=inside)
 
 

@@ -35,7 +35,7 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
-from functools import lru_cache, partial
+from functools import cache, lru_cache, partial
 from typing import NamedTuple
 
 from cost_models.errors import InternalError
@@ -255,6 +255,17 @@ def _latest_posts(planned: Sequence[_Planned]) -> list[float]:
     return latest
 
 
+class _Summing(NamedTuple):
+    """The ranks of a sum of gradients, ascending."""
+
+    ranks: tuple[int, ...]
+    leaders: tuple[int, ...]
+    """Those of their groups."""
+    moment: tuple[float, bool]
+    """Its place in the one order: the last end of any compute on its ranks, then sums of one group first."""
+    queue: str
+
+
 def _tails(
     graph: SegmentGraph, led: OnLeaders, timing: Timing, tied: Sequence[TiedGroup], optimizer: bool
 ) -> list[list[Instruction]]:
@@ -267,19 +278,18 @@ def _tails(
     tails: list[list[Instruction]] = [[] for _ in range(graph.world_size)]
     last_end = [ends[-1] if ends else 0.0 for ends in timing.rank_ends]
     last_end += [0.0] * (graph.world_size - len(last_end))
-    shared = [group._replace(ranks=tuple(sorted(set(group.ranks)))) for group in tied]
-    shared = [group for group in shared if len(group.ranks) > 1]
 
-    def leaders(group: TiedGroup) -> list[int]:
-        return list(dict.fromkeys(led.leader_of[rank] for rank in group.ranks))
+    @cache  # few sets of ranks sum the gradients of many parameters
+    def summing(unsorted: tuple[int, ...]) -> _Summing:
+        ranks = tuple(sorted(set(unsorted)))
+        leaders = tuple(dict.fromkeys(led.leader_of[rank] for rank in ranks))
+        moment = max(last_end[leader] for leader in leaders), len(leaders) > 1
+        return _Summing(ranks, leaders, moment, group_queue(ranks))
 
-    def moment(group: TiedGroup) -> tuple[float, bool]:
-        return max(last_end[leader] for leader in leaders(group)), len(leaders(group)) > 1
-
-    for group in sorted(shared, key=moment):
-        parameters, ranks, scattered = group
-        for leader in leaders(group):
-            tails[leader].append(ReduceGradients(parameters, ranks, group_queue(ranks), scattered))
+    for group in sorted(tied, key=lambda group: summing(group.ranks).moment):
+        own = summing(group.ranks)
+        for leader in own.leaders if len(own.ranks) > 1 else ():
+            tails[leader].append(ReduceGradients(group.parameters, own.ranks, own.queue, group.scattered))
     if optimizer:
         for leader in {s.rank for s in graph.segments if s.has_backward}:
             tails[leader].append(OptimizerStep())

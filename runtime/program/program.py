@@ -201,19 +201,20 @@ class SegmentCost:
 
 @dataclass(frozen=True, slots=True)
 class Collective:
-    """Communication inside of a segment: each of ``ranks`` sends ``sent_bytes`` to the next one, round in a ring.
+    """Communication inside of a segment, by groups of its ranks at once: in each, every rank sends ``sent_bytes`` to the next
+    one, round in a ring.
 
     Bytes are those of a (full) micro-batch. Its seconds are part of the segment's.
     """
 
     kind: str
-    ranks: tuple[int, ...]
+    groups: tuple[tuple[int, ...], ...]
     sent_bytes: float
     backward: bool
     seconds: float = 0.0
-    """Seconds beside those of the other groups along ``axis``; 0 where nobody knows."""
+    """Seconds of all groups beside each other; 0 where nobody knows."""
     axis: str = ""
-    """The axis of the segment's mesh that its ranks lie along; several taken together are joined by +."""
+    """The axis of the segment's mesh that the ranks of a group lie along; several taken together are joined by +."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -83,7 +83,9 @@ def relabelled_segments(graph: SegmentGraph, ranks: RankMap) -> SegmentGraph:
         replace(
             segment,
             ranks=ranks.ranks(segment.ranks),
-            collectives=tuple(replace(c, ranks=ranks.ranks(c.ranks)) for c in segment.collectives),
+            collectives=tuple(
+                replace(own, groups=tuple(map(ranks.ranks, own.groups))) for own in segment.collectives
+            ),
         )
         for segment in graph.segments
     )

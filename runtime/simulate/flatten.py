@@ -203,20 +203,21 @@ class FlatPrograms:
         reduce_seconds: Callable[[ReduceGradients], float],
         beside: Mapping[ReduceGradients, Sequence[ReduceGradients]] | None,
     ) -> None:
-        rings: dict[ReduceGradients, Path] = {}
+        of_a_second: dict[tuple[tuple[int, ...], ...], Flow] = {}
+        """Flow of a sum by its ranks, and those of the sums that run beside it."""
         alike: dict[tuple[str, ...], list[ReduceGradients]] = {}
         """Sums of the same gradients, which run at once: each on ranks of its own."""
         for own, _ in self.reductions:
             alike.setdefault(own.parameters, []).append(own)
         for (own, _), number in self.reductions.items():
             together = dict.fromkeys(alike[own.parameters] if beside is None else (own, *beside.get(own, ())))
-            for each in together:
-                if each not in rings:
-                    rings[each] = self.ring(each.ranks)
+            ranks = own.ranks, *(each.ranks for each in together)
+            if ranks not in of_a_second:
+                ring, *siblings = map(self.ring, ranks)
+                of_a_second[ranks] = sum_flow(ring, siblings, self.links, led=beside is not None)
+            flow = of_a_second[ranks]
             seconds = reduce_seconds(own) if beside is None else max(map(reduce_seconds, together))
-            self.sum_flows[number] = sum_flow(
-                seconds, rings[own], [rings[each] for each in together], self.links, led=beside is not None
-            )
+            self.sum_flows[number] = flow._replace(size_bytes=seconds * flow.size_bytes)
 
     def _add_early(self, ready: SumReady, graph: SegmentGraph) -> None:
         """Note the sums that start while the last backward before them runs."""

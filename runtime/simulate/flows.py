@@ -56,15 +56,14 @@ def ring_path(ranks: Sequence[int], links: Links) -> Path:
     return Path(tuple(dict.fromkeys(link for hop in hops for link in hop.links)), rate, 0.0)
 
 
-def sum_flow(seconds: float, ring: Path, siblings: Sequence[Path], links: Links, *, led: bool) -> Flow:
-    """Return the flow of a sum that takes ``seconds`` beside its ``siblings``, itself among them.
+def sum_flow(ring: Path, siblings: Sequence[Path], links: Links, *, led: bool) -> Flow:
+    """Return the flow of a sum that takes a second beside its ``siblings``, itself among them.
 
     ``led``: it stands for all of them, which run at once; else they are flows of their own.
     """
     if led or len(siblings) == 1:
-        return Flow(ring, seconds * ring.bandwidth_bytes_per_second, crowd(ring, siblings))
-    rate = fair_rates(siblings, links.links)[siblings.index(ring)]
-    return Flow(ring, seconds * rate)
+        return Flow(ring, ring.bandwidth_bytes_per_second, crowd(ring, siblings))
+    return Flow(ring, fair_rates(siblings, links.links)[siblings.index(ring)])
 
 
 def loads_of(
@@ -77,12 +76,12 @@ def loads_of(
             axes.setdefault(item.axis, []).append(item)
     found = []
     for items in axes.values():
-        seconds = sum(item.seconds for item in items if own.rank in item.ranks)
-        rings = {item.ranks: ring_of(item.ranks) for item in items}
-        ring = next(rings[ranks] for ranks in rings if own.rank in ranks)
+        seconds, groups = sum(item.seconds for item in items), items[0].groups
+        rings = [ring_of(ranks) for ranks in groups]
+        ring = next(ring for ring, ranks in zip(rings, groups, strict=True) if own.rank in ranks)
         share = min(1.0, seconds / compute_seconds)
         if ring.links and share > 0.0:
-            weight = share * crowd(ring, tuple(rings.values()))
+            weight = share * crowd(ring, rings)
             found.append(Load(ring, weight, share * ring.bandwidth_bytes_per_second, own.rank))
     return found
 

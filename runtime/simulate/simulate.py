@@ -166,17 +166,21 @@ def _of_leader(program: Program) -> tuple[Program, dict[ReduceGradients, list[Re
 def _collectives(
     programs: Sequence[Program], graph: SegmentGraph, scale: Sequence[float]
 ) -> Iterator[tuple[tuple[int, ...], float]]:
-    """Yield (ranks, bytes that each sends) of every collective inside a segment in the step."""
+    """Yield (ranks, bytes that each sends in the step) of every group of ranks with collectives inside segments."""
     runs: defaultdict[tuple[int, bool], float] = defaultdict(float)
     for program in programs:
         for instruction in program.instructions:
             if isinstance(instruction, Forward | Backward):
                 runs[instruction.segment, isinstance(instruction, Backward)] += scale[instruction.microbatch]
+    given_bytes: defaultdict[tuple[tuple[int, ...], ...], float] = defaultdict(float)
     for segment in graph.segments:
         for collective in segment.collectives:
             times = runs[segment.index, collective.backward]
             if times:
-                yield collective.ranks, collective.sent_bytes * times
+                given_bytes[collective.groups] += collective.sent_bytes * times
+    for groups, sent_bytes in given_bytes.items():
+        for ranks in groups:
+            yield ranks, sent_bytes
 
 
 def _sums(

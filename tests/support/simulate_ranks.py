@@ -116,8 +116,8 @@ def _ring_bytes(flat: FlatPrograms) -> Iterator[tuple[int, int, float]]:
         plane, rest = divmod(node, plane_size)
         segment, mb = divmod(rest, len(flat.scale))
         for collective in flat.graph.segments[segment].collectives:
-            if collective.backward == (plane == 1):
-                for source, target in itertools.pairwise((*collective.ranks, collective.ranks[0])):
+            for ranks in collective.groups if collective.backward == (plane == 1) else ():
+                for source, target in itertools.pairwise((*ranks, ranks[0])):
                     yield source, target, collective.sent_bytes * flat.scale[mb]
 
 

@@ -45,7 +45,7 @@ def run(*computing: Segment, tied: tuple[TiedGroup, ...] = (), message_bytes: in
 
 def talking(ranks: tuple[int, int], seconds: float) -> Segment:
     """A forward of 10 s, of which collectives take ``seconds``."""
-    inside = Collective("all_reduce", ranks, 1.0, backward=False, seconds=seconds, axis="tensor")
+    inside = Collective("all_reduce", (ranks,), 1.0, backward=False, seconds=seconds, axis="tensor")
     return Segment(2, ranks, SegmentCost(10.0, 0.0, 0.0), has_backward=False, collectives=(inside,))
 
 

@@ -91,9 +91,8 @@ def test_collectives_sums_overheads_and_contention() -> None:
     """Two stages of two replicas of two shards: each shard's replicas sum, and one parameter of all eight ranks."""
     graph = pipeline((4, 4))
     inside = tuple(
-        Collective(kind, ranks, 7.0, backward=kind == "reduce_scatter")
+        Collective(kind, ((0, 1), (2, 3)), 7.0, backward=kind == "reduce_scatter")
         for kind in ("all_gather", "reduce_scatter")
-        for ranks in ((0, 1), (2, 3))
     )
     first = replace(graph.segments[0], collectives=inside)
     graph = replace(graph, segments=(first, graph.segments[1]))
@@ -161,8 +160,8 @@ def test_random_pipelines_on_clusters_with_shared_links(seed: int) -> None:
     segments = []
     for segment in graph.segments:
         halves = segment.ranks[: width // 2], segment.ranks[width // 2 :]
-        inside = tuple(Collective("all_reduce", half, 5.0, False, talks, "tensor") for half in halves)
-        segments.append(replace(segment, cost=costs, collectives=inside))
+        inside = Collective("all_reduce", halves, 5.0, False, talks, "tensor")
+        segments.append(replace(segment, cost=costs, collectives=(inside,)))
     graph = replace(graph, segments=tuple(segments))
     tied = tuple(
         TiedGroup((f"w{segment.index}",), pair)

@@ -403,8 +403,8 @@ def test_twice_the_microbatches_are_simulated_with_twice_the_work() -> None:
 def test_a_segment_of_several_ranks_starts_when_all_are_ready() -> None:
     """It lasts its seconds on all of them; its collectives' bytes go round the ring, forward and backward."""
     inside = (
-        Collective("all_reduce", (0, 1), 100.0, backward=False),
-        Collective("reduce_scatter", (0, 1), 30.0, backward=True),
+        Collective("all_reduce", ((0, 1),), 100.0, backward=False),
+        Collective("reduce_scatter", ((0, 1),), 30.0, backward=True),
     )
     shared = Segment(0, (0, 1), SegmentCost(1.0, 2.0, 0.0, saved_bytes=10), collectives=inside)
     graph = SegmentGraph((shared,), (), 2)
