@@ -82,9 +82,7 @@ class OnMesh:
             return tuple(state[name] for name in own)
 
         sent = tuple(replace(item, value=node_of[item.value]) for item in self.collectives)
-        segment = replace(
-            self.segment, index=index, ranks=mesh.ranks, collectives=collectives(sent, mesh)
-        )
+        segment = replace(self.segment, index=index, ranks=mesh.ranks, collectives=collectives(sent, mesh))
         return OnMesh(
             placement=replace(placement, stored={**placement.stored, **written}),
             samples_multiple=self.samples_multiple,

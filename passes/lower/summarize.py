@@ -169,16 +169,16 @@ def shared_state(graph: OpGraph, segmentation: Segmentation) -> frozenset[str]:
     return frozenset(name for name, segments in count.items() if segments > 1)
 
 
-def state_names_of_ranks(
-    graph: OpGraph, segmentation: Segmentation, world_size: int
-) -> list[frozenset[str]]:
+def state_names_of_ranks(graph: OpGraph, segmentation: Segmentation, world_size: int) -> list[frozenset[str]]:
     """Name the parameters and buffers that each rank holds. What no segment reads is with the lowest that runs one."""
     of_segments = state_names_of_segments(graph, segmentation)
     run_by: list[tuple[int, ...]] = [()] * world_size
     for segment, ranks in enumerate(segmentation.ranks):
         for rank in ranks:
             run_by[rank] += (segment,)
-    together = {own: frozenset[str]().union(*(of_segments[segment] for segment in own)) for own in set(run_by)}
+    together = {
+        own: frozenset[str]().union(*(of_segments[segment] for segment in own)) for own in set(run_by)
+    }
     names = [together[own] for own in run_by]
     lowest = min(rank for ranks in segmentation.ranks for rank in ranks)
     names[lowest] |= (graph.parameters.keys() | graph.buffers.keys()).difference(*of_segments)

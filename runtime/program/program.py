@@ -201,8 +201,8 @@ class SegmentCost:
 
 @dataclass(frozen=True, slots=True)
 class Collective:
-    """Communication inside of a segment, by groups of its ranks at once: in each, every rank sends ``sent_bytes`` to the next
-    one, round in a ring.
+    """Communication inside of a segment, by groups of its ranks at once: each rank sends ``sent_bytes`` to the next one of
+    its group, round in a ring.
 
     Bytes are those of a (full) micro-batch. Its seconds are part of the segment's.
     """
