@@ -4,9 +4,9 @@
     python -m benchmarks.free_ablation --rows 'other*,no *' --cases 'lstm*,moe*'
     python -m benchmarks.free_ablation --record runs.json           keep what was run; run only what is new
 
-A row is one change of constants, everything else as it is. The clock stands still, so searches end by the work they
-have done, whatever else the machine does; as simulations then seem to take no time, ``MOST_QUIET`` is what two seconds
-hold of simulations of 0.1 s.
+A row is one change of constants, everything else as it is. The clock stands still and integer programs end by their
+nodes, so searches end by the work they have done, whatever else the machine does; as simulations then seem to take no
+time, ``MOST_QUIET`` is what two seconds hold of simulations of 0.1 s.
 
     step    simulated step divided by the step with everything on: geometric mean, least and most of all cases
     slower  cases whose step is more than 0.5% longer
@@ -30,6 +30,8 @@ from pathlib import Path
 from typing import Any, Literal
 from unittest import mock
 
+import pulp
+
 from benchmarks.free_clusters import clusters
 from benchmarks.free_scaling import made
 from cost_models.cluster import ClusterSpec
@@ -47,6 +49,8 @@ from passes.search.free.variants import TimeBudget, layer_start
 from passes.search.judge import Judge
 from passes.search.outcome import Outcome
 
+PROGRAM_NODES = 1000
+"""Nodes of an integer program at most: one second or two."""
 BASE = {"free.judge.MOST_QUIET": 16}
 """Everything on."""
 SLOWER = 1.005
@@ -102,8 +106,8 @@ METHODS: dict[str, Change] = {
     "no runs to start with": {"free.search.spread": None},
     "no exact program": {"free.search.MOST_CHOICES": 0},
     "no programs over pairs of devices": {"anywhere.pairs.MOST_TERMS": 0},
-    "no climbing on the prediction": {"free.search.LEADERS": 0},
-    "no climbing on the simulation": {"free.judge.LEADERS": 0},
+    "no climbing on the prediction": {"free.search.CLIMBED_PREDICTING": 0},
+    "no climbing on the simulation": {"free.judge.CLIMBED_SIMULATING": 0},
     **{
         f"no {kind} in climbing": {"anywhere.climb.KINDS": [other for other in KINDS if other != kind]}
         for kind in KINDS
@@ -118,7 +122,7 @@ NUMBERS = (
 )
 """Numbers that are tuned: each is halved and doubled."""
 LIMITS = (
-    *("microbatches.SPREAD", "free.search.LEADERS", "free.judge.LEADERS", "free.search.QUIET_WORK"),
+    *("microbatches.SPREAD", "free.search.CLIMBED_PREDICTING", "free.judge.CLIMBED_SIMULATING", "free.search.QUIET_WORK"),
     *("free.judge.MOST_QUIET", "free.place.SIMULATIONS", "free.predict.MOST_PLAYED"),
     *("anywhere.pairs.MOST_FREED", "free.search.MOST_CHOICES"),
 )
@@ -180,7 +184,7 @@ class Bench:
         cluster = case.devices()
         job = Job(case.batch)
         request = FreeRequest(job, case.microbatches, objective=case.objective, split=case.split)
-        with frozen(), contextlib.ExitStack() as patches:
+        with frozen(), mock.patch("pulp.HiGHS", EndedByNodes), contextlib.ExitStack() as patches:
             for key, value in change.items():
                 if key != "start":
                     other = (lambda *_: []) if value is None else value
@@ -204,6 +208,20 @@ class Bench:
 def frozen() -> Any:
     """The clock stands still."""
     return mock.patch.multiple("time", perf_counter=lambda: 0.0, monotonic=lambda: 0.0)
+
+
+class EndedByNodes(pulp.HiGHS):
+    """HiGHS with a limit of nodes instead of seconds, of which it has a clock of its own."""
+
+    def __init__(self, *, timeLimit: float, **options: Any) -> None:  # noqa: ARG002, N803
+        super().__init__(mip_max_nodes=PROGRAM_NODES, **options)
+
+    def findSolutionValues(self, lp: pulp.LpProblem) -> tuple[int, int]:  # noqa: N802
+        """Return PuLP's status and that of the solution; PuLP 3.3 has no word for a limit of nodes."""
+        try:
+            return super().findSolutionValues(lp)
+        except KeyError:
+            return pulp.LpStatusOptimal, pulp.LpSolutionIntegerFeasible
 
 
 def table(bench: Bench, changes: Mapping[str, Change], seeds: Sequence[int]) -> str:

@@ -23,7 +23,7 @@ PREDICTED_PER_SIMULATION = 6
 """Neighbours that are predicted for each that is simulated."""
 QUIET_SECONDS, LEAST_QUIET, MOST_QUIET = 2.0, 16, 120
 """Seconds without a better placement that end climbing, as a number of simulations; and the limits of that number."""
-LEADERS = 3
+CLIMBED_SIMULATING = 3
 """Placements that are climbed from by simulation, which takes much longer than prediction: a limit of work."""
 
 
@@ -118,7 +118,7 @@ class FreeJudge:
         unlike: dict[Trail, int] = {}
         for i in sorted(fitting, key=lambda i: self.tried[i].step_seconds):
             unlike.setdefault(self.tried[i].candidate.trail, i)
-        leaders = list(unlike.values())[:LEADERS]
+        leaders = list(unlike.values())[:CLIMBED_SIMULATING]
         for number, first in enumerate(leaders):
             now = time.perf_counter()
             self._climb_from(*self.homes[first], dice, now + (deadline - now) / (len(leaders) - number))

@@ -35,7 +35,7 @@ SEED = 0
 """First random number."""
 RUN_BISECTIONS = 40
 """Halvings of the longest run's seconds: what is left is rounding."""
-LEADERS = 6
+CLIMBED_PREDICTING = 6
 """Placements that are climbed from, one after the other: a limit of work."""
 QUIET_WORK, LEAST_QUIET, MOST_QUIET = 80_000, 25, 600
 """Tasks played without a better placement that end climbing, as a number of predictions; and the limits of that number.
@@ -188,7 +188,7 @@ class CountSearch:
     def _climb(self, deadline: float) -> None:
         """Climb on the predicted step, from the best few by prediction."""
         work = len(self.tasks) * self.predict.played_microbatches
-        leaders = self.ranked(LEADERS)
+        leaders = self.ranked(CLIMBED_PREDICTING)
         for number, leader in enumerate(leaders):
             now = time.perf_counter()
             home = climb(

@@ -27,7 +27,7 @@ from cost_models.compute import optimizer_seconds
 from cost_models.memory import state_bytes
 from passes.costs.costs import GraphCosts
 from passes.graph.graph import OpGraph
-from passes.search.free.predict import MESSAGE_SHARE
+from passes.search.free import predict
 from passes.search.free.request import FreeRequest
 from passes.search.free.splits import proportional
 from passes.search.microbatches import spread
@@ -139,7 +139,7 @@ def _of_one_count(families: Sequence[Family], m: int, seconds: FamilySeconds) ->
             of = list(members)
             total, messages = seconds.whole[of].sum(axis=0), seconds.messages[of].sum(axis=0)
             rest = float(seconds.whole.sum(axis=0)[ranks[0]] - total[ranks[0]] + seconds.rest[ranks[0]])
-            fixed = [MESSAGE_SHARE * float(messages[d]) for d in ranks]
+            fixed = [predict.MESSAGE_SHARE * float(messages[d]) for d in ranks]
             fixed[0] = rest
             together = equalized([float(total[d]) for d in ranks], fixed)
             after_each_other = equalized(
@@ -183,7 +183,7 @@ def _shape(
         first += float((part * seconds.whole[i, at] + seconds.messages[i, at]).max())
         away[at] += seconds.messages[i, at]
         away[own[0]] += seconds.messages[i, at].sum()
-    lost = float((MESSAGE_SHARE * away * seconds.speeds).sum())
+    lost = float((predict.MESSAGE_SHARE * away * seconds.speeds).sum())
     period = (1.0 + lost) / float(seconds.speeds.sum())
     estimate = first / m + (1 - 1 / m) * period
     return BlockChoice(tuple(family for _, family in several), tuple(sizes), tuple(own), m, estimate)
