@@ -117,6 +117,7 @@ def readers(graph: OpGraph, index: Mapping[str, int], kinds: Collection[str]) ->
     found: dict[str, set[int]] = defaultdict(set)
     recomputed = {node.name for node in graph.ops}.difference(index)
     for op, names in needed_inputs(graph, recomputed, kinds).items():
-        for name in sorted(names) if op in index else ():  # not as strings hash: sums of floats follow this order
+        # sorted: sums of floats follow this order, a set's differs from process to process
+        for name in sorted(names) if op in index else ():
             found[name].add(index[op])
     return found

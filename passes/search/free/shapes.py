@@ -1,6 +1,6 @@
 """Shapes: families to split, devices and sizes of blocks, ranked by an estimate before any graph is rewritten.
 
-    families ─► those that are large, worth it, or pay ─► the fastest n devices ─► sizes ─► estimated, best first
+    families ─► those that are large, or pay ─► the fastest n devices ─► sizes ─► estimated, best first
 
 Symbols, seconds per step of m micro-batches: T[f, d] a family f on device d, R[d] all other ops, M[f, d] messages of a
 block on d while everything else is on the fastest device; x[k] the share of the k-th device.
@@ -95,14 +95,14 @@ def shapes(
     cluster: ClusterSpec,
     request: FreeRequest,
     counts: Sequence[int],
-    chosen: Sequence[Sequence[Family]],
+    chosen: Sequence[Family],
 ) -> list[BlockChoice]:
     """List all distinct shapes, best estimated first.
 
-    ``chosen``: sets of families; ``counts``: numbers of micro-batches.
+    ``chosen``: families; ``counts``: numbers of micro-batches.
     """
     found: dict[object, BlockChoice] = {}
-    for families in dict.fromkeys((*map(tuple, chosen), *map(alternating, chosen))):
+    for families in dict.fromkeys((tuple(chosen), alternating(chosen))):
         for m in spread(counts):
             seconds = family_seconds(graph, costs, cluster, request, m, families)
             for shape in _of_one_count(families, m, seconds):
@@ -139,12 +139,9 @@ def _of_one_count(families: Sequence[Family], m: int, seconds: FamilySeconds) ->
             of = list(members)
             total, messages = seconds.whole[of].sum(axis=0), seconds.messages[of].sum(axis=0)
             rest = float(seconds.whole.sum(axis=0)[ranks[0]] - total[ranks[0]] + seconds.rest[ranks[0]])
-            fixed = [predict.MESSAGE_SHARE * float(messages[d]) for d in ranks]
-            fixed[0] = rest
-            together = equalized([float(total[d]) for d in ranks], fixed)
-            after_each_other = equalized(
-                [float(total[d]) for d in ranks], [float(messages[d]) for d in ranks]
-            )
+            unit, sent = total[ranks].tolist(), messages[ranks].tolist()
+            together = equalized(unit, [rest, *(predict.MESSAGE_SHARE * each for each in sent[1:])])
+            after_each_other = equalized(unit, sent)
             for shares in dict.fromkeys((tuple(by_speed.tolist()), together, after_each_other)):
                 shape = _shape([families[i] for i in of], of, ranks, shares, m, rest, seconds)
                 if shape is not None:

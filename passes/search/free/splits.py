@@ -25,8 +25,6 @@ MOST_BLOCK_DEVICES = 16
 """Devices up to which models are split by themselves."""
 LARGE_FAMILY = 0.3
 """Share of a device's fair part of all work above which a family is large, hard to balance."""
-WORTH_FAMILY = 0.005
-"""Share of all work below which a family is left whole."""
 MOST_SPLIT_OPS, OPS_PER_BLOCK = 8000, 12
 """Ops that a graph with blocks may have; ops that a block of a family brings, about."""
 
@@ -100,13 +98,11 @@ def _close(glob: str, known: Sequence[Family]) -> str:
     return f" (close: {', '.join(close)})" if close else ""
 
 
-def automatic_families(
-    graph: OpGraph, costs: GraphCosts, cluster: ClusterSpec
-) -> tuple[tuple[Family, ...], ...]:
-    """Choose sets of families: those too large for a device's fair share; and all that are worth it, if those are more.
+def automatic_families(graph: OpGraph, costs: GraphCosts, cluster: ClusterSpec) -> tuple[Family, ...]:
+    """Choose the families that are too large for a device's fair share, or whose weights and gradients no device can hold.
 
-    Both with those whose weights and gradients no device can hold: tables, which compute next to nothing. Empty where the
-    graph would have too many ops, or there are too many devices.
+    The latter are tables, which compute next to nothing. Empty where the graph would have too many ops, or there are too
+    many devices.
     """
     count = cluster.world_size
     if not 1 < count <= MOST_BLOCK_DEVICES or len(graph) > MOST_SPLIT_OPS:
@@ -114,19 +110,10 @@ def automatic_families(
     known = [family for family in families(graph) if family.units > 1]
     table = costs.at(graph.example_batch_size)  # as families' FLOPs are counted
     work = max(sum(family.flops for family in known), float(np.sum(table.forward_flops)))
-    room = max(device.memory_bytes for device in cluster.devices)
-    heavy = {family.name for family in known if 2 * _weight_bytes(graph, family) > room}
-
-    def above(flops: float) -> tuple[Family, ...]:
-        return tuple(family for family in known if family.flops > flops or family.name in heavy)
-
-    large, worth = above(LARGE_FAMILY * work / count), above(WORTH_FAMILY * work)
-    return tuple(
-        chosen
-        for chosen in dict.fromkeys((large, worth))
-        if chosen
-        and len(graph) + sum(len(family.ops) for family in chosen) * count * OPS_PER_BLOCK <= MOST_SPLIT_OPS
-    )
+    room, large = max(device.memory_bytes for device in cluster.devices), LARGE_FAMILY * work / count
+    chosen = tuple(f for f in known if f.flops > large or 2 * _weight_bytes(graph, f) > room)
+    more = sum(len(family.ops) for family in chosen) * count * OPS_PER_BLOCK
+    return chosen if len(graph) + more <= MOST_SPLIT_OPS else ()
 
 
 def _weight_bytes(graph: OpGraph, family: Family) -> int:

@@ -90,16 +90,16 @@ def test_equalized_leaves_out_devices_that_cannot_help() -> None:
 def test_a_sum_is_not_split_again(graph: OpGraph) -> None:
     """Layers 1 and 3 sum over the blocks of 0 and 2."""
     machine = cluster()
-    worth = automatic_families(graph, costs_of(graph, machine), machine)[-1]
-    kept = alternating(worth)
+    large = automatic_families(graph, costs_of(graph, machine), machine)
+    kept = alternating(large)
     assert [family.ops for family in kept] == [("linear",), ("linear_2",)]
-    assert {op for family in worth for op in family.ops} > {"linear", "linear_2"}
+    assert {op for family in large for op in family.ops} > {"linear", "linear_2"}
 
 
 def test_families_are_large_whatever_the_batch(graph: OpGraph) -> None:
     """FLOPs of families are of the example batch of 2, and compared with the model's for as many."""
     machine = cluster()
-    large = automatic_families(graph, costs_of(graph, machine), machine)[0]
+    large = automatic_families(graph, costs_of(graph, machine), machine)
     assert {"linear", "linear_2"} <= {op for family in large for op in family.ops}
 
 
@@ -115,7 +115,7 @@ def test_a_table_that_no_device_holds_is_split(memory: int, split: bool) -> None
     machine = ClusterSpec.local(2, memory=memory)
     chosen = automatic_families(graph, costs_of(graph, machine), machine)
     assert chosen
-    assert [("embedding_bag",) in [f.ops for f in families] for families in chosen] == [split] * len(chosen)
+    assert (("embedding_bag",) in [family.ops for family in chosen]) == split
 
 
 def test_free_messages_are_worth_all_devices(graph: OpGraph) -> None:
@@ -125,12 +125,12 @@ def test_free_messages_are_worth_all_devices(graph: OpGraph) -> None:
 
 
 def test_dear_messages_are_worth_none(graph: OpGraph) -> None:
-    """1 MB/s: the best shape is estimated to take longer than one device."""
-    machine = cluster("1MB/s")
+    """0.5 MB/s: the best shape is estimated to take longer than one device."""
+    machine = cluster("500kB/s")
     alone = float(
         1 / family_seconds(
             graph, costs_of(graph, machine), machine, FreeRequest(JOB), 1,
-            automatic_families(graph, costs_of(graph, machine), machine)[0],
+            automatic_families(graph, costs_of(graph, machine), machine),
         ).speeds.max()
     )  # fmt: skip
     assert ranked(graph, machine)[0].seconds > alone
