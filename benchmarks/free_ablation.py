@@ -119,7 +119,7 @@ METHODS: dict[str, Change] = {
 
 NUMBERS = (
     *("free.judge.PREDICTED_PER_SIMULATION", "free.predict.MESSAGE_SHARE", "anywhere.climb.SLACK"),
-    *("free.rounds.PROMISING", "free.splits.LARGE_FAMILY"),
+    *("free.rounds.PROMISING", "free.splits.LARGE_FAMILY", "free.shapes.BLOCK_MESSAGE_SHARE"),
 )
 """Numbers that are tuned: each is halved and doubled."""
 LIMITS = (

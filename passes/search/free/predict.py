@@ -22,7 +22,7 @@ from cost_models.arrays import FloatArray, IntArray
 from passes.search.anywhere.problem import PlacementProblem, evaluate
 from passes.search.free.makespan import TaskGraph, makespan
 
-MESSAGE_SHARE = 0.25
+MESSAGE_SHARE = 0.5
 """Share of messages' seconds that a device is kept from computing, between none and all."""
 MOST_PLAYED, PLAYED_TASKS = 3, 1200
 """Micro-batches that a prediction plays, at most; tasks, about: three micro-batches of 400 or one of 1,200."""

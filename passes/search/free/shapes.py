@@ -8,7 +8,7 @@ block on d while everything else is on the fastest device; x[k] the share of the
     proportional   x[k] ~ speed of device k
     equalized      x[k]·ΣT[f, k] + fixed[k] = level for all k: compute and messages end together
     first          (R + Σ_f max_k (x[k]·T[f, k] + M[f, k])) / m          one micro-batch, family after family
-    period         (1 + Σ messages on devices in parts of all work) / Σ speeds      all devices as busy as each other
+    period         (1 + a quarter of Σ messages on devices in parts of all work) / Σ speeds    all devices as busy
     estimate       first + (1 - 1/m)·period
 
 The estimate ranks; it is no bound: ops that are not split may run beside blocks.
@@ -27,12 +27,14 @@ from cost_models.compute import optimizer_seconds
 from cost_models.memory import state_bytes
 from passes.costs.costs import GraphCosts
 from passes.graph.graph import OpGraph
-from passes.search.free import predict
 from passes.search.free.request import FreeRequest
 from passes.search.free.splits import proportional
 from passes.search.microbatches import spread
 from passes.split.families import Family
 from passes.split.split import Split
+
+BLOCK_MESSAGE_SHARE = 0.25
+"""Share of blocks' messages that a device is kept from computing, between none and all."""
 
 
 @dataclass(frozen=True)
@@ -140,7 +142,7 @@ def _of_one_count(families: Sequence[Family], m: int, seconds: FamilySeconds) ->
             total, messages = seconds.whole[of].sum(axis=0), seconds.messages[of].sum(axis=0)
             rest = float(seconds.whole.sum(axis=0)[ranks[0]] - total[ranks[0]] + seconds.rest[ranks[0]])
             unit, sent = total[ranks].tolist(), messages[ranks].tolist()
-            together = equalized(unit, [rest, *(predict.MESSAGE_SHARE * each for each in sent[1:])])
+            together = equalized(unit, [rest, *(BLOCK_MESSAGE_SHARE * each for each in sent[1:])])
             after_each_other = equalized(unit, sent)
             for shares in dict.fromkeys((tuple(by_speed.tolist()), together, after_each_other)):
                 shape = _shape([families[i] for i in of], of, ranks, shares, m, rest, seconds)
@@ -180,7 +182,7 @@ def _shape(
         first += float((part * seconds.whole[i, at] + seconds.messages[i, at]).max())
         away[at] += seconds.messages[i, at]
         away[own[0]] += seconds.messages[i, at].sum()
-    lost = float((predict.MESSAGE_SHARE * away * seconds.speeds).sum())
+    lost = float((BLOCK_MESSAGE_SHARE * away * seconds.speeds).sum())
     period = (1.0 + lost) / float(seconds.speeds.sum())
     estimate = first / m + (1 - 1 / m) * period
     return BlockChoice(tuple(family for _, family in several), tuple(sizes), tuple(own), m, estimate)
