@@ -89,9 +89,10 @@ def plan(
     if known is not None:
         check_output(output)
         return _emit_known(known, output, quiet=quiet, json=json)
-    with progress("importing torch", quiet=quiet), collector_paused():
-        from partitioner.commands.plan_model import out_of_time, plan_model
-    made = plan_model(model, arguments, output, timings=timings, quiet=quiet, json=json)
+    with collector_paused():  # passes pause it anyway; between them it would walk all that they made
+        with progress("importing torch", quiet=quiet):
+            from partitioner.commands.plan_model import out_of_time, plan_model
+        made = plan_model(model, arguments, output, timings=timings, quiet=quiet, json=json)
     interrupted = made.certificate.solver_status == "interrupted"
     in_its_own_time = strategy == "auto" and time_limit is None and not interrupted
     if (stopped := out_of_time(made, time_limit)) and not in_its_own_time:

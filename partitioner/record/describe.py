@@ -286,9 +286,10 @@ def _alternatives(compiled: Compiled) -> tuple[Alternative, ...]:
 
 
 def _why_not_chosen(entry: RunnerUp, best_seconds: float) -> str:
-    if not entry.fits:
-        return f"exceeds a device by {format_bytes(entry.overflow_bytes)}"
     slower = entry.step_seconds / best_seconds - 1 if best_seconds > 0 else 0.0
+    if not entry.fits:
+        excess = f"exceeds a device by {format_bytes(entry.overflow_bytes)}"
+        return f"{excess}, and is {slower:.1%} slower" if entry.named and slower > 0 else excess
     return f"{'at least ' if entry.bounded else ''}{slower:.1%} slower"
 
 

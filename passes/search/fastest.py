@@ -162,12 +162,12 @@ class _ProviderRuns:
         memory_rounds(round_of, 1.0)
 
     def compare(self, row: Provider[Any]) -> None:
-        """Simulate what a row of every comparison proposes until it fits, however slow it is."""
+        """Simulate what a row of every comparison proposes, however slow it is; until it fits, if it may be the fastest."""
         report_phase(row.words)
         with may_be_lost(self.best is not None):
             for proposal in row.proposals(math.inf, 1.0, _later(self.deadline, 1 / 2)):
                 report_simulating(proposal.option)
-                *_, last = until_it_fits(row, self.judge, proposal, 1.0, set())
+                *_, last = until_it_fits(row, self.judge, proposal, 1.0, set(), self.best_seconds)
                 self.tried.append((row, last))
         if self.best is not None:
             keep_from_here()

@@ -63,7 +63,10 @@ def known_recipes(groups: GroupsProvider, request: HybridRequest) -> Iterator[Kn
 
 
 class KnownRecipe:
-    """A recipe as a provider of one pipeline: its fastest that fits, or the leanest where none does."""
+    """A recipe as a provider of one pipeline: its fastest that fits, or the leanest where none does.
+
+    By estimate: one that overflows in simulation is solved again with less memory only while it may be the fastest of all.
+    """
 
     words = "recipes that people know"
     quickly_bounded = False

@@ -17,7 +17,7 @@ from typing import Any
 from torch import fx
 
 from passes.graph.blocks import block_of
-from passes.graph.graph import OpGraph, tensor_specs
+from passes.graph.graph import OpGraph, once_per_graph, tensor_specs
 from passes.graph.part import part_of
 from passes.graph.recomputed import recomputed_ops
 from passes.graph.state import colocated
@@ -119,9 +119,14 @@ def pieces_of(
         made, names = _joined(graph, [[ops[at].name for at in run] for run in runs], names)
         if len(made) >= fewest:
             break
-    parts = [part_of(graph, run, copied) for run in made]
-    parted = keys is not by_block
-    return Pieces(graph, tuple(map(tuple, made)), tuple(parts), tuple(names), marks or {}, parted)
+    pieces, parted = tuple(map(tuple, made)), keys is not by_block
+    parts = tuple(_part(graph, piece, copied) for piece in pieces)
+    return Pieces(graph, pieces, parts, tuple(names), marks or {}, parted)
+
+
+@once_per_graph  # searches with unlike things fixed share what they ask of a part
+def _part(graph: OpGraph, piece: tuple[str, ...], copied: frozenset[str]) -> OpGraph:
+    return part_of(graph, piece, copied)
 
 
 def _narrow_joints(ops: Sequence[fx.Node]) -> list[int]:

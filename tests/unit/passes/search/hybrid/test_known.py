@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,8 +12,10 @@ import pytest
 from benchmarks.feature_matrix import load
 from cost_models.cluster import ClusterSpec
 from partitioner import Plan, partition
-from passes.search.hybrid.known import recipes
+from passes.lower.candidate import Candidate
+from passes.search.hybrid.known import KnownRecipe, recipes
 from passes.search.hybrid.provider import GroupsProvider
+from passes.search.judge import Judge, Simulated
 from passes.search.provider import Proposal
 
 NODE = {"count": 2, "device": "A100-40GB", "links": "NVLink3"}
@@ -90,6 +93,28 @@ def test_one_that_does_not_fit_says_by_how_much() -> None:
     assert row.peak_memory_bytes is not None
     assert row.peak_memory_bytes > 3 * 2**20
     assert rows(plan).keys() >= {"FSDP x4", "tensor 4"}
+
+
+def test_one_that_overflows_and_is_slower_than_what_fits_is_not_solved_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    measured, again = Judge.measure, list[object]()
+
+    def overflowing(self: Judge, candidate: Candidate) -> Simulated:
+        simulated = measured(self, candidate)
+        if len(candidate.groups) < 4:
+            return simulated
+        return replace(simulated, step_seconds=1.0, overflow_bytes=7 * 2**20)
+
+    monkeypatch.setattr(Judge, "measure", overflowing)
+    monkeypatch.setattr(KnownRecipe, "leaner", lambda *asked: again.append(asked))
+    plan = planned(TWO_NODES)
+    (row,) = [other for other in plan.alternatives if other.strategy == "1F1B pipeline x4"]
+    assert row.step_seconds == 1.0
+    slower = 1.0 / plan.prediction.step_seconds - 1
+    assert row.reason == f"exceeds a device by 7.00 MiB, and is {slower:.1%} slower"
+    assert not row.feasible
+    assert not again
 
 
 def test_the_search_looks_only_for_what_is_faster_than_these(monkeypatch: pytest.MonkeyPatch) -> None:
