@@ -20,6 +20,10 @@ from passes.costs.recompute import computed_again
 from passes.search.touches import Touch
 
 
+RECEIVED = ":received"
+"""Behind the name of an op: its result where it is received, if that has no storage where it is made."""
+
+
 @dataclass(frozen=True, eq=False)
 class Blocks:
     """The blocks of the placed ops 0 … n-1."""
@@ -90,8 +94,7 @@ class Blocks:
 
     def sizes(self, size: int) -> FloatArray:
         """[storages] bytes per micro-batch of ``size`` samples."""
-        sizes = self.costs.storage_bytes(size)
-        return np.array([sizes[key] for key, _ in self.storages], dtype=np.float64)
+        return storage_sizes(self.costs, self.storages, size)
 
     def block_bytes(self, size: int) -> FloatArray:
         """[blocks] bytes that are alive again while the block is in backward."""
@@ -121,8 +124,13 @@ def touches(
     rows: Sequence[int],
     readers: Sequence[Sequence[int]],
     saved: Iterable[Iterable[str]],
+    *,
+    keeps_sent: bool = True,
 ) -> tuple[tuple[str, Touch], ...]:
-    """List what makes a stage hold each storage. ``saved``: the storages that each op has the stage keep."""
+    """List what makes a stage hold each storage. ``saved``: the storages that each op has the stage keep.
+
+    A view of a parameter or of the batch has no storage of its own, but is one where it is received.
+    """
     savers = ops_by_storage(saved)
     # the ops whose results live in it, its maker first
     holders = ops_by_storage(filter(None, costs.output_storages[row]) for row in rows)
@@ -133,8 +141,21 @@ def touches(
         read_by = {v for u in family for v in readers[u]} - {producer}
         mine = savers.get(key, ())
         if mine or read_by:
-            found.append((key, Touch(tuple(sorted(set(mine))), producer, tuple(sorted(read_by)))))
+            found.append((key, Touch(tuple(sorted(set(mine))), producer, tuple(sorted(read_by)), keeps_sent)))
+    for op, row in enumerate(rows):
+        if readers[op] and not any(costs.output_storages[row]):
+            view = Touch((), op, tuple(sorted(readers[op])), keeps_sent)
+            found.append((costs.ops[row] + RECEIVED, view))
     return tuple(found)
+
+
+def storage_sizes(costs: GraphCosts, touched: Iterable[tuple[str, Touch]], size: int) -> FloatArray:
+    """[storages] bytes per micro-batch of ``size`` samples of what ``touches`` lists."""
+    sizes, made = costs.storage_bytes(size), costs.at(size).output_bytes
+    row_of = {name + RECEIVED: row for row, name in enumerate(costs.ops)}
+    return np.array(
+        [sizes[key] if key in sizes else made[row_of[key]] for key, _ in touched], dtype=np.float64
+    )
 
 
 def ops_by_storage(storages: Iterable[Iterable[str]]) -> dict[str, list[int]]:

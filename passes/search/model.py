@@ -24,7 +24,7 @@ from passes.graph.leaves import leaf_bytes, leaf_readers
 from passes.graph.recomputed import recomputed_ops
 from passes.graph.state import colocated, state_readers
 from passes.lower.job import Job
-from passes.search.blocks import Blocks, ops_by_storage, touches
+from passes.search.blocks import Blocks, storage_sizes, touches
 from passes.search.bound import PhaseTimes
 from passes.search.touches import BoolArray, Touch
 
@@ -43,7 +43,8 @@ class LayerModel:
     storages: tuple[tuple[str, Touch], ...]
     """Storage keys of ``costs``, with the ops that make a stage hold them."""
     deferred: tuple[tuple[str, Touch], ...]
-    """Storages that weight halves need, with the ops whose weight halves these are."""
+    """Storages that are there until weight halves have run: with the ops whose weight halves need them, and those that read
+    them where they are received."""
     parameterized: IntArray
     """Ops with a weight half; each also needs the gradient of its output."""
     states: tuple[tuple[float, Touch], ...]
@@ -89,13 +90,11 @@ class LayerModel:
 
     def storage_sizes(self, size: int) -> FloatArray:
         """[storages] bytes per micro-batch of ``size`` samples."""
-        sizes = self.costs.storage_bytes(size)
-        return np.array([sizes[key] for key, _ in self.storages], dtype=np.float64)
+        return storage_sizes(self.costs, self.storages, size)
 
     def deferred_sizes(self, size: int) -> FloatArray:
-        """[deferred + parameterized] bytes that weight halves need per micro-batch of ``size`` samples."""
-        sizes = self.costs.storage_bytes(size)
-        saved = np.array([sizes[key] for key, _ in self.deferred], dtype=np.float64)
+        """[deferred + parameterized] bytes there until weight halves have run, per micro-batch of ``size`` samples."""
+        saved = storage_sizes(self.costs, self.deferred, size)
         return np.concatenate([saved, self.output_bytes(size)[self.parameterized]])
 
     @cached_property
@@ -112,7 +111,7 @@ def read_model(graph: OpGraph, costs: GraphCosts, job: Job) -> LayerModel:
     index = {node.name: i for i, node in enumerate(placed)}
     readers = tuple(tuple(sorted(index[u.name] for u in node.users if u.name in index)) for node in placed)
     rows = np.array([position[node.name] for node in placed], dtype=np.int64)
-    deferred = (costs.saved[row] if costs.weight_half[row] else () for row in rows)
+    needed = (costs.saved[row] if costs.weight_half[row] else () for row in rows)
     return LayerModel(
         graph=graph,
         costs=costs,
@@ -121,7 +120,7 @@ def read_model(graph: OpGraph, costs: GraphCosts, job: Job) -> LayerModel:
         readers=readers,
         differentiable=np.array([node.name in graph.needs_grad for node in placed], dtype=bool),
         storages=touches(costs, rows.tolist(), readers, (costs.saved[row] for row in rows)),
-        deferred=tuple((name, Touch(tuple(ops))) for name, ops in ops_by_storage(deferred).items()),
+        deferred=touches(costs, rows.tolist(), readers, needed, keeps_sent=False),
         parameterized=np.array([u for u, row in enumerate(rows) if costs.weight_half[row]], dtype=np.int64),
         states=_states(graph, index, job),
         together=tuple(

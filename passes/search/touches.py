@@ -15,7 +15,8 @@ BoolArray: TypeAlias = NDArray[np.bool_]
 class Touch:
     """The ops, or units of ops, that make a stage hold a storage.
 
-    Any of ``savers`` does; so does a reader whose producer is in another stage, and a producer that is read later.
+    Any of ``savers`` does; so does a reader whose producer is in another stage, and a producer that is read later, if it
+    keeps what it sends.
     """
 
     savers: tuple[int, ...]
@@ -23,6 +24,8 @@ class Touch:
     """The unit that makes it; -1 for what no unit makes (parameters, batch inputs)."""
     readers: tuple[int, ...] = ()
     """The units that read it, without the producer."""
+    keeps_sent: bool = True
+    """False where the producer's stage does not hold it for being sent."""
 
 
 @dataclass(frozen=True)

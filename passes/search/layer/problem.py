@@ -38,7 +38,7 @@ Memory, per device: ``state + gradients crossing both cuts + working + whole · 
 at every moment (whole, weights) of the schedule: micro-batches held whole, and those of which only the weight half
 is left. ``working`` is what a backward holds beyond what was kept for it (``Working``). ``held`` is a union of
 storages: one that several ops of the stage save, or that it saves and also sends, is counted once; so is ``deferred``, what
-weight halves need.
+weight halves need and, until these have run, what the stage received.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class LayerStructure:
     states: tuple[Touch, ...] = ()
     crossings: tuple[Crossing, ...] = ()
     deferred: tuple[Touch, ...] = ()
-    """Storages that a deferred weight half needs; savers only."""
+    """Storages that are there until a deferred weight half has run: what it needs, and what the stage received."""
     downsets: tuple[int, ...] | None = None
     recomputed: tuple[Touch, ...] = ()
     """Storages as in ``storages``, for stages that compute their blocks again."""
@@ -366,7 +366,7 @@ def touched_bytes(touches: Sequence[Touch], sizes: FloatArray, stage_of: Sequenc
         if touch.producer >= 0:
             home = stage_of[touch.producer]
             away = {stage_of[u] for u in touch.readers} - {home}
-            stages |= away | ({home} if away else set())
+            stages |= away | ({home} if away and touch.keeps_sent else set())
         for stage in stages:
             total[stage] += sizes[index]
     return total

@@ -87,6 +87,7 @@ def make_space(
             tuple(sorted({int(units[u]) for u in touch.savers})),
             producer if reading else -1,
             tuple(sorted(reading)),
+            touch.keeps_sent,
         )
 
     storages, storage_group = _grouped([touch for _, touch in model.storages], by_unit)

@@ -161,7 +161,7 @@ def _boxes(touch: Touch, n: int) -> list[tuple[int, int, int, int]]:
     before = max((u for u in savers if u <= p), default=-1)
     after = min((u for u in savers if u > p), default=n)
     last = min(max(touch.readers, default=p), after)
-    if before < p < last:
+    if before < p < last and touch.keeps_sent:
         boxes.append((before + 1, p + 1, p + 1, last + 1))
     return boxes
 
@@ -179,7 +179,8 @@ class PairSum:
                 made = members[:, touch.producer]
                 all_read: BoolArray = np.asarray(members[:, list(touch.readers)].all(axis=1))
                 held |= made[source] & _any_inside(members, touch.readers, source, target)
-                held |= ~made[source] & made[target] & ~all_read[target]
+                if touch.keeps_sent:
+                    held |= ~made[source] & made[target] & ~all_read[target]
             self._columns.append(held)
 
     def __call__(self, sizes: FloatArray) -> FloatArray:

@@ -286,7 +286,8 @@ class _Model:
                 self._row(held, ">=", self.z[unit, k])
             for unit in touch.readers if touch.producer >= 0 else ():
                 self._row(held, ">=", self.z[unit, k] - self.z[touch.producer, k])
-                self._row(held, ">=", self.z[touch.producer, k] - self.z[unit, k])
+                if touch.keeps_sent:
+                    self._row(held, ">=", self.z[touch.producer, k] - self.z[unit, k])
             terms.append(float(sizes[index]) * held)
         return pulp.lpSum(terms)
 

@@ -54,7 +54,7 @@ def random_problem(
         elif savers:
             storages.append(Touch(savers))
     states = tuple(Touch(tuple(sorted({int(u) for u in rng.integers(0, n, 2)}))) for _ in range(n))
-    deferred = tuple(Touch(t.savers) for t in storages if t.savers and rng.random() < 0.7)
+    deferred = tuple(replace(t, keeps_sent=False) for t in storages if rng.random() < 0.7)
     structure = LayerStructure(
         n,
         edges,
