@@ -19,7 +19,6 @@ from passes.costs.costs import GraphCosts
 from passes.costs.recompute import computed_again
 from passes.search.touches import Touch
 
-
 RECEIVED = ":received"
 """Behind the name of an op: its result where it is received, if that has no storage where it is made."""
 
