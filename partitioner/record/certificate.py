@@ -9,8 +9,9 @@
     objective = fill · Σ_s (t_s + x_s) + (m - fill) · chunks · T
     bound     = least bound of any option, or the objective        gap = (objective - bound) / objective
 
-Fill is 1 of 1f1b and gpipe, 1 / chunks of interleaved, 1/3 of zb-h1 and zb-h2, 1/6 of zb-v; in flight are all m
-micro-batches of gpipe, and of 1f1b as many as there are stages from here to the end.
+Fill is 1 of 1f1b and gpipe. Of the others it falls with the number of micro-batches, from 1 to 1 / chunks of interleaved, from
+2/3 to 1/3 of zb-h1 and zb-h2, to 1/6 of zb-v: to the least where they are no fewer than twice the groups, and in plans of
+earlier versions. In flight are all m micro-batches of gpipe, and of 1f1b as many as there are stages from here to the end.
 """
 
 from __future__ import annotations
@@ -74,16 +75,22 @@ def contradictions(plan: PlanFields) -> Iterator[str]:
         return
     if terms.chunks * len({stage.devices for stage in plan.stages}) != count:
         yield f"{where}.chunks: {terms.chunks} stages of each group do not make {count}"
-    yield from _of_schedule(plan.schedule, terms)
+    yield from _of_schedule(plan.schedule, terms, plan.world_size)
     yield from _sums(certificate, terms)
 
 
-def _of_schedule(schedule: str, terms: PipelineTerms) -> Iterator[str]:
+def _of_schedule(schedule: str, terms: PipelineTerms, devices: int) -> Iterator[str]:
     """Yield what the schedule says otherwise."""
     where, m, count = "certificate.terms", terms.microbatches, len(terms.in_flight)
-    fill = {"interleaved": 1 / terms.chunks, "zb-h1": 1 / 3, "zb-h2": 1 / 3, "zb-v": 1 / 6}.get(schedule, 1.0)
-    if abs(terms.fill - fill) > ROUNDING:
-        yield f"{where}.fill: {terms.fill!r}, {schedule} has {fill!r}"
+    least, most = {
+        "interleaved": (1 / terms.chunks, 1.0),
+        "zb-h1": (1 / 3, 2 / 3),
+        "zb-h2": (1 / 3, 2 / 3),
+        "zb-v": (1 / 6, 2 / 3),
+    }.get(schedule, (1.0, 1.0))
+    most = least if m >= 2 * devices else most
+    if not least - ROUNDING <= terms.fill <= most + ROUNDING:
+        yield f"{where}.fill: {terms.fill!r}, {schedule} has {least!r}{'' if least == most else f' to {most!r}'}"
     expected = {"gpipe": [m] * count, "1f1b": [min(m, count - s) for s in range(count)]}.get(schedule)
     if expected is not None and list(terms.in_flight) != expected:
         yield f"{where}.in_flight: {list(terms.in_flight)}, {schedule} has {expected}"

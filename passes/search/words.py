@@ -64,7 +64,7 @@ STRATEGY_WORDS: Mapping[str, StrategyWords] = {
         not_considered=(
             "pipeline stages",
             "recomputing some blocks only, or where all fit without",
-            "overlap of communication with computing, but for sums of gradients",
+            "overlap of collectives with computing, but for gathers of parameters and sums of gradients",
         ),
         chosen_among="ways in which all devices run the whole model together, each on its share of the tensors: for every "
         "op and parameter, the ways to split it, and the grids in which devices may stand",
@@ -79,7 +79,7 @@ STRATEGY_WORDS: Mapping[str, StrategyWords] = {
             "unequal device groups among equal nodes, unless fixed",
             "shards over two mesh axes in a pipeline, unless fixed",
             "halves of backward apart on device groups, unless the schedule is given",
-            "overlap of collectives with computing, but for sums of gradients",
+            "overlap of collectives with computing, but for gathers of parameters and sums of gradients",
         ),
         chosen_among="pipelines of groups of devices: where the model is cut into stages, how many devices share each "
         "stage, how they split its tensors, and the number of micro-batches",
@@ -103,6 +103,6 @@ STRATEGY_WORDS: Mapping[str, StrategyWords] = {
 
 AUTO_NOT_CONSIDERED = (
     "unequal device groups among equal nodes",
-    "overlap of collectives with computing, but for sums of gradients",
+    "overlap of collectives with computing, but for gathers of parameters and sums of gradients",
 )
 """Techniques that none of the strategies looks at."""

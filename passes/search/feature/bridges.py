@@ -124,6 +124,21 @@ class Bridges:
                     found[row, column] = self.links[step.axis].seconds(step.kind, step.share * size_bytes)
         return found
 
+    def gather_seconds(
+        self, sources: Sequence[int], needs: Sequence[int], size_bytes: float, part: float
+    ) -> tuple[FloatArray, FloatArray]:
+        """[gather of a parameter that is started ahead, sum on its way back; sources, needs] seconds by itself, and of its
+        ``part`` of a collective of a whole step of gathers."""
+        alone, merged = np.zeros((2, 2, len(sources), len(needs)))
+        for row, source in enumerate(sources):
+            for column, need in enumerate(needs):
+                for way, step in enumerate(_gathered_ahead(source, need, self.shape)):
+                    if step is not None:
+                        size, links = step.share * size_bytes, self.links[step.axis]
+                        alone[way, row, column] = links.seconds(step.kind, size)
+                        merged[way, row, column] = part * links.seconds(step.kind, size / part)
+        return alone, merged
+
     def growing(self, sources: Sequence[int], needs: Sequence[int]) -> np.ndarray[Any, np.dtype[np.bool_]]:
         """Tell per (source, need) whether a rank has more of a value once it is bridged."""
         axes = len(self.shape)
@@ -192,6 +207,21 @@ def bridge_steps(source: int, need: int, shape: tuple[int, ...]) -> tuple[Steps,
     given = given_gradient(needed)
     allowed = not any(d == WHOLE and isinstance(g, Partial) for d, g in zip(digit, given, strict=True))
     return there, back, allowed
+
+
+@cache
+def _gathered_ahead(
+    source: int, need: int, shape: tuple[int, ...]
+) -> tuple[AxisChange | None, AxisChange | None]:
+    there, back, _ = bridge_steps(source, need, shape)
+    return gather_ahead(there, back)
+
+
+def gather_ahead(there: Steps, back: Steps) -> tuple[AxisChange | None, AxisChange | None]:
+    """Return the first step of a parameter's bridge and the last of its way back, if they are a gather and its sum."""
+    if not there or there[0].kind != "all_gather":
+        return None, None
+    return there[0], back[-1] if back and back[-1].kind == "reduce_scatter" else None
 
 
 @cache

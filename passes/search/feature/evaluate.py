@@ -31,7 +31,8 @@ from cost_models.layout import Partial, Placement, Replicate, Shard
 from passes.costs.backward_peak import backward_work
 from passes.costs.costs import GraphCosts
 from passes.graph.graph import OpGraph, tensor_specs
-from passes.search.feature.bridges import summed_beside
+from passes.search.feature.ahead import computed_beside
+from passes.search.feature.bridges import gather_ahead, steps_between, summed_beside
 from passes.search.feature.graph import ValueName, kept_operands, makes_values, value_name
 from passes.search.feature.local import local_cost
 from passes.search.feature.options import bytes_of, parts_of, placements_of, storage_share
@@ -76,7 +77,7 @@ def evaluate(graph: OpGraph, costs: GraphCosts, placement: FeaturePlacement, set
     whole = WholeGraph(graph, costs, placement, setting)
     seconds_of, saved, working = whole.ops()
     bridge_seconds, copies, buffer, sent, deferred = whole.bridges()
-    bridge_seconds -= whole.hidden_seconds()
+    bridge_seconds -= whole.hidden_seconds() + whole.hidden_gather_seconds()
     inside_seconds, inside_sent = whole.inside_ops()
     crossing_seconds = whole.crossing() * setting.crossing_seconds_per_byte
     parameter_seconds, kept, summed = whole.placeholders(deferred)
@@ -309,8 +310,53 @@ class WholeGraph:
         if not rows:
             return 0.0
         computing = local_weight_seconds(self.costs, rows, self.samples, self.setting.devices)
-        contention = self.setting.cluster.contention(self.placement.mesh.ranks)
-        return float(hidden_seconds(np.array(sums), computing, contention).sum())
+        return float(hidden_seconds(np.array(sums), computing, self._contention).sum())
+
+    @cached_property
+    def _computing(self) -> Mapping[str, tuple[float, float, float]]:
+        """The part that a parameter has of its step of gathers, and seconds of a rank forward and backward in its part of what
+        runs meanwhile, by the parameter's node."""
+        ranks = math.prod(self.placement.mesh.shape)
+        beside = computed_beside(self.graph, self.costs, self.again.region_of)
+        return {
+            parameter: (own.part, *own.seconds(self.costs, self.samples, self.setting.devices, ranks))
+            for parameter, own in beside.items()
+        }
+
+    def hidden_gather_seconds(self) -> float:
+        """Seconds of one micro-batch less than gathers of parameters take, and sums of their gradients, by themselves."""
+        graph, shape, uses, needs, total = (
+            self.graph,
+            self.placement.mesh.shape,
+            self.uses(),
+            self.needs(),
+            0.0,
+        )
+        *_, deferred = self.bridges()
+        for parameter, (part, forward, backward) in self._computing.items():
+            ((need, flows),) = needs[parameter, 0].items()
+            produced = self.produced((parameter, 0))
+            later = deferred.get(graph.input_of[parameter].name, (False,) * len(shape))
+            first, last = gather_ahead(*steps_between(produced, need, later, shape))
+            if first is None:
+                continue
+            whole = float(bytes_of(tensor_specs(graph.nodes[parameter])[0], self.symbols))
+            growing = local_share([n.placement for n in need], shape) > local_share(produced, shape)
+            repeated = uses[parameter, 0].repeated
+            again = repeated == "all" or (repeated == "growing" and growing)
+            back = [step for step in (last, first if again else None) if step is not None] if flows else []
+            for steps, computing in (([first], forward), (back, backward)):
+                merged = 0.0
+                for step in steps:
+                    size, links = step.share * whole, self.links[step.axis]
+                    merged += part * links.seconds(step.kind, size / part)
+                    total += links.seconds(step.kind, size)
+                total += float(hidden_seconds(merged, computing, self._contention)) - merged
+        return total
+
+    @cached_property
+    def _contention(self) -> float:
+        return self.setting.cluster.contention(self.placement.mesh.ranks)
 
     def placeholders(self, deferred: Mapping[str, tuple[bool, ...]]) -> tuple[float, float, float]:
         """(seconds per step, bytes, bytes sent to sum gradients and to gather what was updated)."""
@@ -340,7 +386,8 @@ class WholeGraph:
                 state=placement.sharded_state.get(given.name, stored),
                 deferred=deferred.get(given.name, (False,) * len(shape)),
             )
-            own = parameter.costs(self.links, self.setting, together_bytes)
-            seconds, held = seconds + own[0], held + own[1]
+            own_seconds, own_bytes = parameter.costs(self.links, self.setting, together_bytes)
+            seconds += own_seconds
+            held += own_bytes
             sent += parameter.sent_bytes()
         return seconds, held, sent

@@ -23,6 +23,7 @@ from cost_models.layout import Replicate
 from passes.costs.costs import GraphCosts
 from passes.graph.graph import OpGraph, once_per_graph, tensor_specs
 from passes.graph.signatures import op_classes
+from passes.search.feature.ahead import ComputedBeside, computed_beside
 from passes.search.feature.seconds import layers_of
 from passes.search.feature.twins import with_twins
 from passes.search.recomputed import BridgeUse, Recomputed, Regions
@@ -69,7 +70,7 @@ class Wire:
 
     ``gradient``: whether a gradient comes back. ``use``: which copies made by bridges stay until backward, and which it
     makes again. ``layers``: the number of linear layers that each reader stands for, where the sum of the gradient runs
-    beside them (``seconds``).
+    beside them (``seconds``); ``beside``: what runs while a parameter is gathered.
     """
 
     producer: int
@@ -78,6 +79,7 @@ class Wire:
     gradient: bool
     use: BridgeUse
     layers: tuple[int, ...]
+    beside: ComputedBeside | None
     count: int
 
 
@@ -295,7 +297,10 @@ def leaving_name(value: str) -> str:
 
 def _wires(again: Recomputed, readers: Readers, unit_of: Mapping[str, int]) -> tuple[Wire, ...]:
     saved = kept_operands(again.graph, again.costs)
-    found: Counter[tuple[int, int, tuple[tuple[int, int], ...], bool, BridgeUse, tuple[int, ...]]] = Counter()
+    found: Counter[
+        tuple[int, int, tuple[tuple[int, int], ...], bool, BridgeUse, tuple[int, ...], ComputedBeside | None]
+    ] = Counter()
+    ahead = computed_beside(again.graph, again.costs, again.region_of)
     for (name, output), used in readers.items():
         if name not in unit_of:
             continue
@@ -305,7 +310,8 @@ def _wires(again: Recomputed, readers: Readers, unit_of: Mapping[str, int]) -> t
         use = again.use(name, places, saved)
         beside = layers_of(again.graph, name, places, again.region_of) if gradient else ()
         layers = Counter(unit_of[layer] for layer in beside)
-        found[unit_of[name], output, ends, gradient, use, tuple(layers[u] for u, _ in ends if layers)] += 1
+        of_ends = tuple(layers[u] for u, _ in ends if layers)
+        found[unit_of[name], output, ends, gradient, use, of_ends, ahead.get(name)] += 1
     return tuple(Wire(*key, count) for key, count in found.items())
 
 

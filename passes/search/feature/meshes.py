@@ -12,10 +12,14 @@ import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
+import numpy as np
+
 from cost_models.cluster import ClusterSpec
 from cost_models.errors import UsageError
 from cost_models.layout import Mesh
-from passes.search.feature.setting import PartPlace
+from passes.search.feature.graph import FeatureGraph
+from passes.search.feature.options import options_of
+from passes.search.feature.setting import PartPlace, Setting
 from passes.search.feature.tuning import TUNING
 
 NAMES = ("outer", "middle", "inner")
@@ -88,3 +92,21 @@ def _mesh(shape: tuple[int, ...], ranks: tuple[int, ...], names: tuple[str, ...]
         )
     searched = ("all",) if len(shape) == 1 else (NAMES[0], *NAMES[1:-1][: len(shape) - 2], NAMES[-1])
     return Mesh(ranks, shape, names or searched)
+
+
+def split_seconds(space: FeatureGraph, setting: Setting, shape: Sequence[int], microbatches: int) -> float:
+    """Lower bound on shardings on a mesh: of each op the least share that its dimensions leave to a rank.
+
+    Neither 256 samples nor 32 heads nor 4,096 channels are divided by 7: on a mesh (7, 8), seven ranks do the same.
+    """
+    graph, batch_size = space.graph, setting.job.batch_size
+    each = [space.costs.seconds(batch_size, device) for device in setting.devices]
+    work = np.minimum.reduce([own.forward + own.backward_input + own.backward_weight for own in each])
+    batch = graph.batch.batch_symbol
+    symbols, total = {**graph.example_sizes, batch: batch_size // microbatches}, 0.0
+    for unit in space.units:
+        if unit.kind == "op":
+            shares = options_of(unit, unit.choices, shape, symbols, batch).work_share
+            ops = [space.op_index[name] for name in unit.members]
+            total += float(work[ops].sum() * shares.min(initial=1.0))
+    return total

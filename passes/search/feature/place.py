@@ -34,10 +34,10 @@ from passes.search.feature.bridges import Bridges
 from passes.search.feature.evaluate import FeatureCost, evaluate
 from passes.search.feature.graph import FeatureGraph, Unit, space_of
 from passes.search.feature.infeasible import does_not_fit, equal_counts, least_saved_bytes
-from passes.search.feature.meshes import meshes
+from passes.search.feature.meshes import meshes, split_seconds
 from passes.search.feature.options import UnitNumbers
 from passes.search.feature.pins import Pin, resolve, restricted, unmet_of
-from passes.search.feature.problem import FeatureProblem, build_problem, split_seconds
+from passes.search.feature.problem import FeatureProblem, build_problem
 from passes.search.feature.result import SolvedPart, assemble, origins_of
 from passes.search.feature.setting import PartPlace, Setting
 from passes.search.feature.solve import ProblemSearch, Solved

@@ -27,9 +27,10 @@ from cost_models.conversion import local_share
 from cost_models.devices import Device
 from cost_models.layout import Mesh, Placement, Replicate, Shard
 from passes.costs.backward_peak import backward_work
+from passes.search.feature.ahead import ComputedBeside
 from passes.search.feature.bridges import Bridges, BridgeTable
 from passes.search.feature.codes import DEFERRED, combine, needs_of
-from passes.search.feature.graph import FeatureGraph, Unit
+from passes.search.feature.graph import FeatureGraph, Unit, Wire
 from passes.search.feature.local import local_cost
 from passes.search.feature.options import (
     Options,
@@ -108,8 +109,11 @@ class FeatureProblem:
         return BridgeTable(seconds * (w.count * self.microbatches), copies, found.buffers, allowed)
 
     def hidden(self, wire: int, sources: Sequence[int], needs: Sequence[int]) -> tuple[FloatArray, ...]:
-        """Seconds per step that each reader computes while the bridge's sum is under way, [sources, needs]; or none."""
+        """Seconds per step that each reader computes while the bridge's sum is under way, or others do while a parameter is
+        gathered for it, [sources, needs]; or none."""
         w = self.space.wires[wire]
+        if w.beside is not None:
+            return (self._beside_gathers(w, w.beside, sources, needs),)
         if not w.layers:
             return ()
         graph = self.space.graph
@@ -131,6 +135,27 @@ class FeatureProblem:
             )
         )
 
+    def _beside_gathers(
+        self, wire: Wire, beside: ComputedBeside, sources: Sequence[int], needs: Sequence[int]
+    ) -> FloatArray:
+        size = bytes_of(self.space.units[wire.producer].outputs[wire.output], self.symbols)
+        alone, merged = self.bridges.gather_seconds(sources, needs, size, beside.part)
+        if not alone.any():
+            return alone[0]
+        if not wire.gradient:
+            alone[1] = merged[1] = 0.0
+        elif wire.use.repeated != "none":
+            again = wire.use.repeated == "all" or self.bridges.growing(sources, needs)
+            alone[1] += np.where(again, alone[0], 0.0)
+            merged[1] += np.where(again, merged[0], 0.0)
+        ways = zip(merged, self._computing(beside), strict=True)
+        hidden = [hidden_seconds(sending, computing, self.contention) for sending, computing in ways]
+        less = (alone - merged + hidden).sum(axis=0)
+        return less * (wire.count * self.microbatches)
+
+    def _computing(self, beside: ComputedBeside) -> tuple[float, float]:
+        return beside.seconds(self.space.costs, self.samples, self.devices, math.prod(self.mesh.shape))
+
 
 def build_problem(
     space: FeatureGraph,
@@ -150,17 +175,9 @@ def build_problem(
     symbols = {**space.graph.example_sizes, space.graph.batch.batch_symbol: samples}
     bridges = bridges or Bridges(mesh.shape, setting.links(mesh))
     contention = setting.cluster.contention(mesh.ranks)
+    capacity, devices = setting.capacity_bytes, setting.devices
     empty = FeatureProblem(
-        space,
-        mesh,
-        microbatches,
-        samples,
-        (),
-        setting.capacity_bytes,
-        bridges,
-        symbols,
-        setting.devices,
-        contention,
+        space, mesh, microbatches, samples, (), capacity, bridges, symbols, devices, contention
     )
     units = _Builder(empty, setting, restrict, ops_cost).units()
     floor_bytes = max((float(unit.working_bytes.min(initial=math.inf)) for unit in units), default=0.0)
@@ -170,24 +187,6 @@ def build_problem(
     return replace(
         empty, units=tuple(beyond), floor_bytes=floor_bytes, capacity_bytes=empty.capacity_bytes - floor_bytes
     )
-
-
-def split_seconds(space: FeatureGraph, setting: Setting, shape: Sequence[int], microbatches: int) -> float:
-    """Lower bound on shardings on a mesh: of each op the least share that its dimensions leave to a rank.
-
-    Neither 256 samples nor 32 heads nor 4,096 channels are divided by 7: on a mesh (7, 8), seven ranks do the same.
-    """
-    graph, batch_size = space.graph, setting.job.batch_size
-    each = [space.costs.seconds(batch_size, device) for device in setting.devices]
-    work = np.minimum.reduce([own.forward + own.backward_input + own.backward_weight for own in each])
-    batch = graph.batch.batch_symbol
-    symbols, total = {**graph.example_sizes, batch: batch_size // microbatches}, 0.0
-    for unit in space.units:
-        if unit.kind == "op":
-            shares = options_of(unit, unit.choices, shape, symbols, batch).work_share
-            ops = [space.op_index[name] for name in unit.members]
-            total += float(work[ops].sum() * shares.min(initial=1.0))
-    return total
 
 
 @dataclass(frozen=True, eq=False)
@@ -383,12 +382,5 @@ class _Builder:
             known[key] = [each.costs(self.problem.bridges.links, setting, together_bytes) for each in kept]
         codes = np.array([combine([c.code for c in way]) for way in ways], dtype=np.int64)
         count = len(unit.members)
-        return UnitNumbers(
-            np.array([seconds for seconds, _ in known[key]]) * count,
-            np.array([held for _, held in known[key]]) * count,
-            np.zeros(len(ways)),
-            (),
-            (codes,),
-            ways,
-            np.arange(len(ways)),
-        )
+        seconds, held = (np.array(column) * count for column in zip(*known[key], strict=True))
+        return UnitNumbers(seconds, held, np.zeros(len(ways)), (), (codes,), ways, np.arange(len(ways)))

@@ -45,7 +45,7 @@ def full_bound(staged: Staged[Composed], cutoff_seconds: float, known_seconds: f
         priced = staged.priced(staged.equal_rooms, longest)
         together = Together(staged, priced)
         bound = max(bound, together.seconds(alone, cutoff_seconds))
-        if bound < known_seconds < math.inf and staged.option.in_pairs:
+        if staged.weight and bound < known_seconds < math.inf and staged.option.in_pairs:
             bound = max(bound, _in_pairs(staged, priced, together.total_seconds, bound, known_seconds))
     return min(bound, cutoff_seconds)  # longer stages were left out: they are above the cutoff
 

@@ -17,12 +17,13 @@ import numpy as np
 
 from cost_models.arrays import FloatArray, IntArray
 from passes.lower.job import Job
+from passes.search.feature.problem import FeatureProblem
 from passes.search.hybrid.floors import MANY, Floors
 from passes.search.hybrid.options import GroupOption
 from passes.search.hybrid.pools import Run
 from passes.search.hybrid.recipes.composed import SCALE
 from passes.search.hybrid.recipes.eliminate import TooWideError
-from passes.search.hybrid.recipes.kept import Kept, kept
+from passes.search.hybrid.recipes.kept import Kept, keeping, kept
 from passes.search.hybrid.recipes.pieces import GroupKind, Least, PieceSearch, Prices, cheaper
 from passes.search.hybrid.recipes.ranges import largest_of_ranges, least_of_ranges
 from passes.search.words import RecomputeMode
@@ -93,6 +94,7 @@ class Covers:
     floors: Floors
     recompute: RecomputeMode
     _known: dict[Hashable, Cover] = field(default_factory=dict)
+    _keeping: dict[Hashable, list[list[FeatureProblem]]] = field(default_factory=dict)
     _kept: dict[Hashable, list[Kept]] = field(default_factory=dict)
     _on_mesh: dict[Hashable, FloatArray] = field(default_factory=dict)
 
@@ -115,11 +117,19 @@ class Covers:
 
     def _ways(self, run: Run, number: int, samples: int) -> list[Kept]:
         key = run.kind(number)
-        if key not in self._kept:
+        if key not in self._keeping:
             group = GroupKind(run.ranks(number), run.replicas, run.tensor)
-            kinds = range(len(self.search.pieces.first))
-            self._kept[key] = [kept(self.search, kind, group, self.job, samples) for kind in kinds]
-        return self._kept[key]
+            self._keeping[key] = [
+                [keeping(self.search, kind, group, self.job, again=again) for again in self._again(first)]
+                for kind, first in enumerate(self.search.pieces.first)
+            ]
+        if (key, samples) not in self._kept:
+            self._kept[key, samples] = [kept(own, run.tensor, samples) for own in self._keeping[key]]
+        return self._kept[key, samples]
+
+    def _again(self, piece: int) -> Sequence[bool]:
+        """Tell whether a piece's ops may run again in backward: its gathers are then one collective, and take less."""
+        return (False, True) if self.search.pieces.blocks[piece] and self.recompute != "none" else (False,)
 
     def _sample_seconds(self, run: Run, number: int) -> FloatArray:
         """[unlike ranges] the least seconds of a sample of the whole batch on a group's mesh, parameters at hand."""

@@ -112,7 +112,7 @@ class CandidateCost:
         )
         return PipelineCost(
             tuple(stages),
-            PipelineTerms(alone.fill, candidate.microbatches, chunks, in_rows(terms), tuple(held), ()),
+            PipelineTerms(alone.fill(groups), candidate.microbatches, chunks, in_rows(terms), tuple(held), ()),
         )
 
     def _of_piece(
@@ -194,7 +194,8 @@ def _cost(whole: WholeGraph) -> StageCost:
         for given in whole.graph.inputs
         if given.kind == "value" and (given.node, 0) in needs
     )
-    each = math.fsum(seconds.values()) + bridges - whole.hidden_seconds() + inside
+    hidden = whole.hidden_seconds() + whole.hidden_gather_seconds()
+    each = math.fsum(seconds.values()) + bridges - hidden + inside
     return StageCost(each, once, kept - arriving, saved + copies + arriving, buffer + working)
 
 

@@ -70,7 +70,7 @@ class GroupOption:
     @property
     def fill(self) -> float:
         """Share of filling and draining that the schedule does not hide."""
-        return self._alone.fill
+        return self._alone.fill(self.groups)
 
     @cached_property
     def in_flight(self) -> tuple[int, ...]:

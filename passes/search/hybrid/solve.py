@@ -40,7 +40,7 @@ def fastest(
     least bottleneck that memory suffices for is bisected. ``closely``: exactly, where it can be, which takes a second.
     """
     best = _in_rooms(staged, staged.equal_rooms, cutoff_seconds)
-    if staged.option.chunks == 1:
+    if staged.option.chunks == 1 or not staged.weight:
         return best
     mixes = _mixes(staged)
     memory, needed = SharedMemory(staged, mixes), Pairs(staged).bytes_of(mixes)

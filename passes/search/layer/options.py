@@ -48,17 +48,20 @@ class ScheduleOption:
         """Samples of the largest micro-batch."""
         return -(-batch_size // self.microbatches)
 
-    @property
-    def fill(self) -> float:
-        """Share of filling and draining that the schedule does not hide, for F = B = W.
+    def fill(self, devices: int) -> float:
+        """Share of filling and draining that the schedule does not hide, for F = B = W: ``test_theory`` has them exactly.
 
-        The step of p equal stages is ``(m + fill·(p - 1))·t``: 1 for GPipe and 1F1B, 1/v for interleaved
-        1F1B; zero-bubble orders fill the cool-down with weight halves, which leaves a third of it, or half
-        of that for ZB-V's half stages.
+        The step of p equal stages is ``(m + fill·(p - 1))·t``, 1 for GPipe and 1F1B. A micro-batch that is alone passes all
+        stages one after the other; under zero-bubble orders only one of its weight halves is waited for. Each further one
+        hides as much of the rest, until 1/v is left of interleaved 1F1B, a third or half of that of zero-bubble orders.
         """
-        if self.schedule == "interleaved":
-            return 1.0 / self.chunks
-        return {"zb-h1": 1 / 3, "zb-h2": 1 / 3, "zb-v": 1 / 6}.get(self.schedule, 1.0)
+        alone, each, least, further = {
+            "interleaved": (1.0, 1 - 1 / self.chunks, 1 / self.chunks, self.microbatches - 1),
+            "zb-h1": (2 / 3, 1 / 3, 1 / 3, self.microbatches - 1),
+            "zb-h2": (2 / 3, 1 / 3, 1 / 3, self.microbatches // 2),
+            "zb-v": (2 / 3, 1 / 3, 1 / 6, self.microbatches - 1),
+        }.get(self.schedule, (1.0, 0.0, 1.0, 0))
+        return max(least, alone - each * further / (devices - 1)) if devices > 1 else 1.0
 
 
 def microbatch_counts(batch_size: int, wanted: int | str) -> list[int]:

@@ -26,8 +26,8 @@ Surrogate, minimized exactly by ``passes.search.layer.search``
 
 with m micro-batches and v chunks per device. ``fill`` is the share of the pipeline's filling and draining
 that a schedule cannot hide: 1 for GPipe and 1F1B (p equal stages and free links: (m + p - 1)·t, the closed
-form), 1/v for interleaved 1F1B, about 1/3 for ZB-H1. With v > 1 the busiest device is bounded from above by
-v times its largest chunk.
+form), of others less, but not where micro-batches are few (``ScheduleOption.fill``). With v > 1 the busiest device is
+bounded from above by v times its largest chunk.
 
 A stage may compute its blocks again in backward (``Recompute``): its t then grows by their forward seconds, ``held``
 becomes what its blocks read from outside, and ``working`` has the activations of a block beside it, alive while its

@@ -129,7 +129,7 @@ class LayerSearch:
             link_seconds_per_byte=plan.seconds_per_byte,
             in_flight=in_flight(option, used, stages),
             microbatches=option.microbatches,
-            fill=option.fill,
+            fill=option.fill(used),
             chunks=option.chunks,
             deferred_bytes=costs.deferred_bytes,
             moments=fullest_moments(option, used, stages),
@@ -154,7 +154,8 @@ class LayerSearch:
         fastest = np.minimum.reduce([self.model.seconds(size, d) for d in self.table.representatives])
         work, world = float(fastest.sum()), len(self.cluster.devices)
         bottleneck = max(work / (world * option.chunks), float(fastest.max()))
-        return option.fill * work + (option.microbatches - option.fill) * option.chunks * bottleneck
+        fill = option.fill(2)  # no more devices hide more
+        return fill * work + (option.microbatches - fill) * option.chunks * bottleneck
 
     def solve(
         self, deadline: float, capacity_scale: float = 1.0, known_seconds: float = math.inf

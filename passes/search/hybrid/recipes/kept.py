@@ -2,7 +2,7 @@
 
     whole              gradients summed at the end of a step
     its state split    gradients scattered, what is updated gathered (ZeRO-1)
-    split              gathered in each micro-batch, too (ZeRO-3)
+    split              gathered in each micro-batch, too (ZeRO-3), beside what is computed before
 
 They are those of replicas on one device each. Where each of ``t`` shards has its own replicas, no way takes less than a
 ``t``-th of the same way there: what is kept and sent may be split so, and is not sent any sooner.
@@ -10,6 +10,7 @@ They are those of replicas on one device each. Where each of ``t`` shards has it
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -44,23 +45,32 @@ class Kept:
         return np.asarray(each.sum(axis=1))
 
 
-@phase("recipes")
-def kept(search: PieceSearch, kind: int, group: GroupKind, job: Job, samples: int) -> Kept:
-    """List the ways for a class of pieces on a group. ``samples``: of a micro-batch, which has no part in them."""
+def keeping(search: PieceSearch, kind: int, group: GroupKind, job: Job, *, again: bool) -> FeatureProblem:
+    """Make the problem of the parameters of a class of pieces on a group; see ``PieceSearch.problem``."""
     alone = GroupKind(group.ranks[:: group.tensor], group.replicas, 1)
-    problem = search.problem(kind, alone, replace(job, batch_size=samples), 1, ops_cost=False)
-    used = used_seconds(problem)
+    return search.problem(kind, alone, job, 1, again=again, ops_cost=False)
+
+
+@phase("recipes")
+def kept(problems: Sequence[FeatureProblem], tensor: int, samples: int) -> Kept:
+    """List the ways of such problems, each as cheap as in any of them, for groups of ``tensor`` shards.
+
+    ``samples``: of a micro-batch.
+    """
+    each = [used_seconds(replace(own, samples=samples)) for own in problems]
+    problem = problems[0]
+    used = {u: np.minimum.reduce([own[u] for own in each]) for u in each[0]}
     own = [u for u, unit in enumerate(problem.space.units) if unit.kind == "parameter"]
     numbers = [problem.units[u] for u in own]
-    ends = np.cumsum([len(each.seconds) for each in numbers], dtype=np.int64)
+    ends = np.cumsum([len(unit.seconds) for unit in numbers], dtype=np.int64)
 
     def joined(arrays: list[FloatArray]) -> FloatArray:
-        return np.concatenate([np.zeros(0), *arrays]) / group.tensor
+        return np.concatenate([np.zeros(0), *arrays]) / tensor
 
     return Kept(
-        joined([each.seconds for each in numbers]),
+        joined([unit.seconds for unit in numbers]),
         joined([used[u] for u in own]),
-        joined([each.bytes for each in numbers]),
+        joined([unit.bytes for unit in numbers]),
         np.concatenate([[0], ends])[:-1],
     )
 

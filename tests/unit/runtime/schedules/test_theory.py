@@ -7,6 +7,7 @@ from itertools import product
 
 import pytest
 
+from passes.search.layer.options import ScheduleOption
 from runtime.program.program import Backward, SegmentCost
 from runtime.schedules import SCHEDULES, peak_bytes
 from runtime.schedules.held import ComputeStep, chunk_corners
@@ -49,6 +50,18 @@ def test_zb_h1_has_a_third_of_the_bubble_of_1f1b(p: int, m: int) -> None:
 
 def test_zb_h1_of_four_stages_and_eight_microbatches_takes_27() -> None:
     assert ordered("zb-h1", 4, 8)[1].makespan == 27
+
+
+@pytest.mark.parametrize(
+    ("name", "chunks"),
+    [("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("interleaved", 4), ("zb-h1", 1), ("zb-h2", 1), ("zb-v", 2)],
+)
+def test_the_searches_know_what_a_schedule_hides_of_few_and_many_microbatches(name: str, chunks: int) -> None:
+    units = chunks * (3 if SCHEDULES[name].splits_backward else 2)
+    for p, m in product((2, 3, 5, 8), (1, 2, 3, 4, 7, 10, 16, 17)):
+        _, time = ordered(name, p, m, chunks)
+        fill = ScheduleOption(m, name, chunks).fill(p)
+        assert time.makespan / units == pytest.approx(m + fill * (p - 1)), (p, m)
 
 
 @pytest.mark.parametrize("p", [1, 2, 3, 4, 6, 8])

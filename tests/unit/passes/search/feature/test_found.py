@@ -207,9 +207,10 @@ def read_without_samples(graph: OpGraph) -> set[str]:
 def test_large_batch_and_small_model_give_data_parallelism(
     name: str, bandwidth: float, mesh: tuple[int, ...]
 ) -> None:
-    """Over links that differ a hundredfold: samples are split, parameters whole. Two micro-batches, since with one it
-    costs the same to gather parameters before use (ZeRO-3) as to gather them after the update (ZeRO-1)."""
-    machine = cluster(4, bandwidth)
+    """Over links that differ a hundredfold: samples are split, and parameters whole where computing stands still while
+    something is sent. Two micro-batches, since with one it costs the same to gather parameters before use (ZeRO-3) as to
+    gather them after the update (ZeRO-1)."""
+    machine = cluster(4, bandwidth, contention=100.0)
     fixed: dict[str, Any] = {"batch_size": 512, "microbatches": 2, "mesh": mesh}
     result, graph = place(name, machine, **fixed), graph_of(name)
     assert optimal(result)

@@ -20,7 +20,7 @@ from passes.lower.job import Job
 from passes.search.certificate import relative_gap
 from passes.search.feature.explain import Alternatives, alternatives
 from passes.search.feature.local import local_cost
-from passes.search.feature.meshes import meshes
+from passes.search.feature.meshes import meshes, split_seconds
 from passes.search.feature.place import (
     FeatureRequest,
     FeatureResult,
@@ -28,7 +28,6 @@ from passes.search.feature.place import (
     place_features,
     survey_meshes,
 )
-from passes.search.feature.problem import split_seconds
 from passes.search.feature.setting import Setting
 from passes.shard.rules import choices
 from passes.shard.words import operands
@@ -37,7 +36,12 @@ from tests.support.traced_models import small
 
 
 def cluster(
-    ranks: int, bandwidth: float, latency: float = 0.0, memory: str = "8GiB", flops: float = 1e9
+    ranks: int,
+    bandwidth: float,
+    latency: float = 0.0,
+    memory: str = "8GiB",
+    flops: float = 1e9,
+    contention: float = 1.0,
 ) -> ClusterSpec:
     device = {
         "kind": "cpu",
@@ -47,7 +51,8 @@ def cluster(
         "launch_overhead": 0.0,
     }
     links = {"default": {"bandwidth": bandwidth, "latency": latency}}
-    return ClusterSpec.from_dict({"nodes": [{"name": "n", "count": ranks, "device": device, "links": links}]})
+    nodes = [{"name": "n", "count": ranks, "device": device, "links": links}]
+    return ClusterSpec.from_dict({"nodes": nodes, "host_costs": {"contention": contention}})
 
 
 @cache

@@ -21,6 +21,9 @@ from passes.compile import Compiled, compile_graph
 from passes.costs.costs import costs_of
 from passes.graph.graph import OpGraph
 from passes.lower.job import Job
+from passes.lower.realize import realize
+from passes.search.feature.place import FeatureRequest, place_features
+from passes.search.feature.provider import sharded_candidate
 from passes.search.hybrid.request import HybridRequest
 from passes.search.hybrid.search import GroupSearch
 from passes.search.hybrid.solve import SolvedOption, fastest
@@ -61,7 +64,11 @@ def graph() -> OpGraph:
 
 
 def cluster(
-    between: float = 1e9, memory_bytes: float = 1e9, speeds: Sequence[float] = (1.0, 1.0), each: int = 4
+    between: float = 1e9,
+    memory_bytes: float = 1e9,
+    speeds: Sequence[float] = (1.0, 1.0),
+    each: int = 4,
+    contention: float = 1.0,
 ) -> ClusterSpec:
     """Nodes of devices whose only costs are FLOPs and links; ``between`` nodes: bytes per second."""
     nodes = [
@@ -81,7 +88,8 @@ def cluster(
         for number, speed in enumerate(speeds)
     ]
     network = {"bandwidth": between, "latency": "0us", "per": "device"}
-    return ClusterSpec.from_dict({"name": "toys", "nodes": nodes, "network": network})
+    host = {"contention": contention}
+    return ClusterSpec.from_dict({"name": "toys", "nodes": nodes, "network": network, "host_costs": host})
 
 
 def best(machine: ClusterSpec) -> SolvedOption:
@@ -122,7 +130,7 @@ def test_less_memory_is_never_faster_until_nothing_fits() -> None:
         steps.append(found.certificate.bound_seconds)
     assert steps == sorted(steps)
     with pytest.raises(InfeasibleError) as raised:
-        planned(cluster(memory_bytes=max(needed) * 0.3), time_limit_seconds=0.0)  # no ways out
+        planned(cluster(memory_bytes=max(needed) * 0.15), time_limit_seconds=0.0)  # no ways out
     assert any("short" in reason for reason in raised.value.because)
 
 
@@ -140,13 +148,13 @@ def test_more_micro_batches_prefer_fewer_replicas() -> None:
 
 
 def test_less_memory_brings_zero_then_recomputation() -> None:
-    """ZeRO-1 is there from the beginning: it sends what a sum sends, and updates less.
+    """ZeRO-1 is there from the beginning: it sends what a sum sends, and updates less. Nothing is sent beside computing.
 
     Stages would not help: a rank of ZeRO-3 that computes again holds less than one of a pipeline.
     """
 
     def on(memory_bytes: float) -> Simulated:
-        machine = cluster(between=2.5e7, memory_bytes=memory_bytes, speeds=(1.0,) * 4, each=1)
+        machine = cluster(2.5e7, memory_bytes, speeds=(1.0,) * 4, each=1, contention=100.0)
         request = HybridRequest(Job(64), microbatches=4, schedule="1f1b")
         return compile_graph(graph(), machine, request).outcome.best
 
@@ -222,3 +230,19 @@ def test_no_option_is_solved_that_bounds_prove_slower_than_a_known_plan(
     surveyed = survey(search.on(range(cluster().world_size)), math.inf, known_seconds=known)
     assert surveyed.bounds == ()
     assert surveyed.rest_seconds >= known
+
+
+def test_what_is_sent_beside_computing_is_counted_as_the_step_does_it() -> None:
+    """Six layers of ZeRO-3 in two micro-batches: seconds by surrogate and by simulation."""
+    machine = cluster(1e8, speeds=(1.0,) * 4, each=1)
+    costs, seconds = costs_of(graph(), machine), dict[float, float]()
+    for contention in (1.0, 100.0):
+        slow = cluster(1e8, speeds=(1.0,) * 4, each=1, contention=contention)
+        fixed = FeatureRequest(Job(64), microbatches=2, pins={"*": "zero3"}, mesh=(4,))
+        placed = place_features(graph(), costs, slow, fixed)
+        seconds[contention] = placed.cost.seconds
+        if contention == 1.0:
+            candidate = sharded_candidate(graph(), placed.placement)
+            step = realize(graph(), costs, machine, Job(64), candidate).simulation.step_seconds
+            assert placed.cost.seconds == pytest.approx(step, rel=0.02)
+    assert seconds[100.0] > seconds[1.0] * 1.005

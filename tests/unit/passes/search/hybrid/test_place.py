@@ -161,8 +161,8 @@ def test_zero_and_recompute_are_tried_where_they_are_open_and_memory_is_short(gr
 
 
 @pytest.mark.parametrize("memory_bytes", [2**30, 2**20])
-def test_replicas_that_can_part_no_parameter_keep_them_whole(graph: OpGraph, memory_bytes: int) -> None:
-    """No size divides by three: ZeRO is left out, be there memory enough or not."""
+def test_replicas_keep_parameters_whole_that_they_cannot_part(graph: OpGraph, memory_bytes: int) -> None:
+    """Only the head's 24 rows divide by three: no other is in parts, be there memory enough or not."""
     device = {"preset": "H100-80GB", "memory": memory_bytes, "memory_reserved": 0}
     node = {"name": "n", "count": 3, "device": device, "links": "NVLink4"}
     cluster = ClusterSpec.from_dict({"nodes": [node]})
@@ -172,7 +172,7 @@ def test_replicas_that_can_part_no_parameter_keep_them_whole(graph: OpGraph, mem
             compile_graph(graph, cluster, request)
         return
     sharding = compile_graph(graph, cluster, request).outcome.best.candidate.shardings[0]
-    assert all(layout == (Replicate(),) for layout in sharding.stored.values())
+    assert {name for name, layout in sharding.stored.items() if layout != (Replicate(),)} <= {"head.weight"}
 
 
 def test_parameters_are_gathered_again_before_blocks_are_computed_again() -> None:

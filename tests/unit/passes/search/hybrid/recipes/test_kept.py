@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import product
 
 import numpy as np
 import pytest
@@ -12,7 +13,7 @@ from cost_models.cluster import ClusterSpec
 from passes.lower.job import Job
 from passes.search.hybrid.floors import MANY
 from passes.search.hybrid.recipes.joints import pieces_of
-from passes.search.hybrid.recipes.kept import kept, used_seconds
+from passes.search.hybrid.recipes.kept import keeping, kept, used_seconds
 from passes.search.hybrid.recipes.pieces import GroupKind, PieceSearch, Prices
 from tests.support.matrix import thinned
 
@@ -27,12 +28,13 @@ def test_no_recipe_is_below(model: str, replicas: int, tensor: int) -> None:
     ranks, samples, m = tuple(range(replicas * tensor)), 16, 4
     group, one = GroupKind(ranks, replicas, tensor), GroupKind(ranks[:tensor], 1, tensor)
     free = Prices(np.zeros(1), np.zeros(1))
-    for kind in range(len(search.pieces.first)):
+    for kind, again in product(range(len(search.pieces.first)), (False, True)):
         many = Job(samples // replicas * MANY)
-        alone = search.recipes(kind, one, many, MANY, free).least.min() / MANY
+        alone = search.recipes(kind, one, many, MANY, free, again=again).least.min() / MANY
         priced = Prices(PRICES * m, np.zeros(len(PRICES)))
-        own = search.recipes(kind, group, Job(samples * m), m, priced).least.min(axis=(1, 2)) / m
-        ways = kept(search, kind, group, Job(samples * m), samples)
+        own = search.recipes(kind, group, Job(samples * m), m, priced, again=again).least.min(axis=(1, 2)) / m
+        problems = [keeping(search, kind, group, Job(samples * m), again=each) for each in (False, True)]
+        ways = kept(problems, tensor, samples)
         least = ways.least(m, PRICES)
         assert (alone + least <= own * (1 + 1e-9)).all()
         if len(ways.begins):
@@ -42,7 +44,7 @@ def test_no_recipe_is_below(model: str, replicas: int, tensor: int) -> None:
 
 def test_dearer_memory_brings_parts() -> None:
     search = PieceSearch(pieces_of(load("gpt2")[1]), ClusterSpec.parse("dgx-h100:1"), frozenset())
-    ways = kept(search, 1, GroupKind(tuple(range(8)), 8, 1), Job(64), 16)
+    ways = kept([keeping(search, 1, GroupKind(tuple(range(8)), 8, 1), Job(64), again=False)], 1, 16)
     slope = np.diff(ways.least(4, PRICES)) / np.diff(PRICES)  # bytes of the cheapest ways
     assert (np.diff(slope) <= slope[:-1] * 1e-9).all()
     assert slope[-1] < slope[0] / 3
@@ -64,6 +66,6 @@ def test_parameters_cost_the_same_whatever_ops_do() -> None:
 
 def test_a_class_without_parameters_costs_nothing() -> None:
     search = PieceSearch(pieces_of(load("gpt2")[1]), ClusterSpec.parse("dgx-h100:1"), frozenset())
-    ways = kept(search, 0, GroupKind((0, 1), 2, 1), Job(64), 16)
+    ways = kept([keeping(search, 0, GroupKind((0, 1), 2, 1), Job(64), again=False)], 1, 16)
     none = replace(ways, begins=ways.begins[:0])
     assert (none.least(4, PRICES) == 0).all()
