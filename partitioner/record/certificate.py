@@ -9,9 +9,9 @@
     objective = fill · Σ_s (t_s + x_s) + (m - fill) · chunks · T
     bound     = least bound of any option, or the objective        gap = (objective - bound) / objective
 
-Fill is 1 of 1f1b and gpipe. Of the others it falls with the number of micro-batches, from 1 to 1 / chunks of interleaved, from
-2/3 to 1/3 of zb-h1 and zb-h2, to 1/6 of zb-v: to the least where they are no fewer than twice the groups, and in plans of
-earlier versions. In flight are all m micro-batches of gpipe, and of 1f1b as many as there are stages from here to the end.
+Fill is 1 of 1f1b and gpipe. Of the others it falls with the number of micro-batches: from 1 to 1 / chunks of interleaved,
+from 2/3 to 1/3 of zb-h1 and zb-h2, to 1/6 of zb-v. It is the least where they are no fewer than twice the devices, and in
+plans of earlier versions. In flight are all m micro-batches of gpipe, and of 1f1b as many as there are stages from here on.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@
 
 On the way back the sums of a step's gradients run beside the backward of the same ops. Which parameters are in parts is not
 known where one is looked at: all are taken to be, and a parameter has its part, by size, of what its step runs beside. What
-is before the first step of a part of a model is taken to be what is behind its last: parts that follow each other are alike.
+is before the first step of a part of a model is taken to be what is behind its last, as parts in a row are mostly alike.
 
     hidden = hidden_seconds(g, C / n) + hidden_seconds(h, D / n)      g, h   seconds of its gather, and of what runs back
                                                                       C, D   of its part of these ops, on one of n ranks
