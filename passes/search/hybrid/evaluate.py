@@ -112,7 +112,9 @@ class CandidateCost:
         )
         return PipelineCost(
             tuple(stages),
-            PipelineTerms(alone.fill(groups), candidate.microbatches, chunks, in_rows(terms), tuple(held), ()),
+            PipelineTerms(
+                alone.fill(groups), candidate.microbatches, chunks, in_rows(terms), tuple(held), ()
+            ),
         )
 
     def _of_piece(

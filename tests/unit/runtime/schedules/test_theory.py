@@ -54,7 +54,15 @@ def test_zb_h1_of_four_stages_and_eight_microbatches_takes_27() -> None:
 
 @pytest.mark.parametrize(
     ("name", "chunks"),
-    [("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("interleaved", 4), ("zb-h1", 1), ("zb-h2", 1), ("zb-v", 2)],
+    [
+        ("gpipe", 1),
+        ("1f1b", 1),
+        ("interleaved", 2),
+        ("interleaved", 4),
+        ("zb-h1", 1),
+        ("zb-h2", 1),
+        ("zb-v", 2),
+    ],
 )
 def test_the_searches_know_what_a_schedule_hides_of_few_and_many_microbatches(name: str, chunks: int) -> None:
     units = chunks * (3 if SCHEDULES[name].splits_backward else 2)
