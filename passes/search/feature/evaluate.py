@@ -314,8 +314,8 @@ class WholeGraph:
 
     @cached_property
     def _computing(self) -> Mapping[str, tuple[float, float, float]]:
-        """The part that a parameter has of its step of gathers, and in that part of what runs meanwhile a rank's seconds forward
-        and backward, by the parameter's node."""
+        """A parameter's part of its step of gathers, and a rank's seconds forward and backward in that part of what runs
+        meanwhile, by the parameter's node."""
         ranks = math.prod(self.placement.mesh.shape)
         beside = computed_beside(self.graph, self.costs, self.again.region_of)
         return {
