@@ -75,7 +75,7 @@ def contradictions(plan: PlanFields) -> Iterator[str]:
         return
     if terms.chunks * len({stage.devices for stage in plan.stages}) != count:
         yield f"{where}.chunks: {terms.chunks} stages of each group do not make {count}"
-    yield from _of_schedule(plan.schedule, terms, plan.world_size)
+    yield from _of_schedule(plan.schedule, terms, plan.cluster.world_size)
     yield from _sums(certificate, terms)
 
 

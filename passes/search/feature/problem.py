@@ -141,7 +141,7 @@ class FeatureProblem:
         size = bytes_of(self.space.units[wire.producer].outputs[wire.output], self.symbols)
         alone, merged = self.bridges.gather_seconds(sources, needs, size, beside.part)
         if not alone.any():
-            return alone[0]
+            return np.zeros_like(alone[0])
         if not wire.gradient:
             alone[1] = merged[1] = 0.0
         elif wire.use.repeated != "none":
@@ -151,7 +151,7 @@ class FeatureProblem:
         ways = zip(merged, self._computing(beside), strict=True)
         hidden = [hidden_seconds(sending, computing, self.contention) for sending, computing in ways]
         less = (alone - merged + hidden).sum(axis=0)
-        return less * (wire.count * self.microbatches)
+        return np.asarray(less * (wire.count * self.microbatches))
 
     def _computing(self, beside: ComputedBeside) -> tuple[float, float]:
         return beside.seconds(self.space.costs, self.samples, self.devices, math.prod(self.mesh.shape))
