@@ -34,12 +34,12 @@ from passes.graph.graph import OpGraph, tensor_specs
 from passes.search.feature.ahead import computed_beside
 from passes.search.feature.bridges import gather_ahead, steps_between, summed_beside
 from passes.search.feature.graph import ValueName, kept_operands, makes_values, value_name
-from passes.search.feature.local import local_cost
 from passes.search.feature.options import bytes_of, parts_of, placements_of, storage_share
 from passes.search.feature.parameters import ShardedParameter, sum_bytes
 from passes.search.feature.seconds import (
     LocalRows,
     layers_of,
+    local_cost,
     local_seconds,
     local_weight_seconds,
     parts_of_sum,

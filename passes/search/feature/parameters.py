@@ -16,8 +16,7 @@ from cost_models.layout import Mesh, Replicate, Shard
 from cost_models.memory import OPTIMIZERS, StateBytes
 from cost_models.precision import ParameterPrecision, Precision
 from passes.graph.graph import OpGraph, once_per_graph
-from passes.search.feature.local import joined_links
-from passes.search.feature.setting import Setting
+from passes.search.feature.setting import Setting, joined_links
 from passes.shard.state import ALONE_BYTES, BUCKET_BYTES, FIRST_BUCKET_BYTES
 from passes.shard.words import Placements
 

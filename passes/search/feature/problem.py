@@ -31,7 +31,6 @@ from passes.search.feature.ahead import ComputedBeside
 from passes.search.feature.bridges import Bridges, BridgeTable
 from passes.search.feature.codes import DEFERRED, combine, needs_of
 from passes.search.feature.graph import FeatureGraph, Unit, Wire
-from passes.search.feature.local import local_cost
 from passes.search.feature.options import (
     Options,
     UnitNumbers,
@@ -47,6 +46,7 @@ from passes.search.feature.options import (
 from passes.search.feature.parameters import ShardedParameter, sum_bytes
 from passes.search.feature.seconds import (
     LocalRows,
+    local_cost,
     local_seconds,
     local_weight_seconds,
     parts_of_sum,

@@ -26,10 +26,15 @@ So a reader's share depends on how the value is made and on the reader's own nee
 is shared follows from its need of x [b* i]:
 
     R~    by columns, n     S(i)    by rows, i     S(b)    by samples     R, P    all of it on each rank
+
+Collectives inside ops are those of local functions (``passes.shard.rules.traffic``): a vocabulary-sharded cross-entropy
+all-reduces a few numbers per sample, a batch norm over split samples gathers its statistics. The axes of one role are
+joined: their ranks make one group, whose links are those of the joined axes.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
@@ -41,12 +46,15 @@ from numpy.typing import NDArray
 from torch import fx
 
 from cost_models.arrays import FloatArray, IntArray
+from cost_models.cluster import ClusterSpec
 from cost_models.compute import ComputeDevice, IndexArray, PhaseSeconds
-from cost_models.layout import Placement, Replicate, Shard
+from cost_models.layout import Mesh, Placement, Replicate, Shard
 from passes.costs.costs import GraphCosts
 from passes.costs.seconds import OpRates, OpTable
 from passes.graph.graph import OpGraph, tensor_specs
-from passes.shard.words import Need, operands
+from passes.search.feature.setting import joined_links
+from passes.shard.rules.traffic import LocalCollective, local_collectives
+from passes.shard.words import Choice, Need, operands
 from runtime.ops.bags import EMBEDDING_BAG
 from runtime.ops.flex import ATTENTION
 from runtime.segment.code import Dim, TensorSpec
@@ -305,3 +313,39 @@ def parts_of_sum(layers: Sequence[fx.Node], times: Sequence[int]) -> FloatArray:
     outputs = np.array([outputs_of(layer) for layer in layers], dtype=float)
     parts: FloatArray = outputs / float(outputs @ np.array(times))
     return parts
+
+
+def local_cost(
+    node: fx.Node,
+    choices: Sequence[Choice],
+    mesh: Mesh,
+    symbols: Mapping[sympy.Symbol, int],
+    cluster: ClusterSpec,
+    *,
+    differentiable: bool,
+) -> tuple[float, float]:
+    """(seconds, bytes that each rank sends) per micro-batch of one op's own collectives."""
+    seconds = sent = 0.0
+    for found in local_collectives(node, choices, mesh.shape, symbols):
+        if found.phase == "backward" and not differentiable:
+            continue
+        seconds += joined_links(mesh, found.axes, cluster).seconds(found.kind, _whole_bytes(found, mesh))
+        sent += _sent_bytes(found, mesh)
+    return seconds, sent
+
+
+def _ranks(found: LocalCollective, mesh: Mesh) -> int:
+    return math.prod(mesh.shape[axis] for axis in found.axes)
+
+
+def _whole_bytes(found: LocalCollective, mesh: Mesh) -> float:
+    """The n of the formulas in ``cost_models.communication``."""
+    return found.size_bytes * (1 if found.kind == "all_reduce" else _ranks(found, mesh))
+
+
+def _sent_bytes(found: LocalCollective, mesh: Mesh) -> float:
+    """Bytes that a rank sends of n bytes whole, by the volume of the bandwidth-optimal algorithm: (p−1)/p·n, twice for an
+    all-reduce, a pth for an all-to-all."""
+    ranks = _ranks(found, mesh)
+    factor = {"all_reduce": 2.0, "all_gather": 1.0, "all_to_all": 1.0 / ranks}[found.kind]
+    return factor * (ranks - 1) / ranks * _whole_bytes(found, mesh)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cache, cached_property
 
 from cost_models.cluster import ClusterSpec
 from cost_models.conversion import AxisLinks, axis_links
@@ -71,3 +72,18 @@ class Setting:
     def links(self, mesh: Mesh) -> tuple[AxisLinks, ...]:
         """The links along each axis of a mesh of the cluster."""
         return tuple(axis_links(mesh, axis, self.cluster) for axis in range(len(mesh.shape)))
+
+
+@cache
+def joined_links(mesh: Mesh, axes: tuple[int, ...], cluster: ClusterSpec) -> AxisLinks:
+    """The links of collectives over ``axes`` taken together, the first outermost."""
+    kept = [axis for axis in range(len(mesh.shape)) if axis not in axes]
+    order = (*kept, *axes)
+    strides = [math.prod(mesh.shape[axis + 1 :]) for axis in range(len(mesh.shape))]
+    places = [0]
+    for axis in order:
+        places = [place + i * strides[axis] for place in places for i in range(mesh.shape[axis])]
+    shape = (*(mesh.shape[axis] for axis in kept), math.prod(mesh.shape[axis] for axis in axes))
+    names = (*(mesh.axes[axis] for axis in kept), "+".join(mesh.axes[axis] for axis in axes))
+    joined = Mesh(tuple(mesh.ranks[place] for place in places), shape, names)
+    return axis_links(joined, len(kept), cluster)

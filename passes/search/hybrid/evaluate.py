@@ -28,9 +28,8 @@ from passes.lower.job import Job
 from passes.search.certificate import PipelineTerms, StageTerms, in_rows
 from passes.search.feature.evaluate import WholeGraph
 from passes.search.feature.graph import makes_values
-from passes.search.feature.local import joined_links
 from passes.search.feature.options import bytes_of
-from passes.search.feature.setting import PartPlace, Setting
+from passes.search.feature.setting import PartPlace, Setting, joined_links
 from passes.search.hybrid.recipes.joints import Pieces, value_bytes
 from passes.search.layer.options import ScheduleOption, in_flight
 from passes.search.recomputed import Recomputed

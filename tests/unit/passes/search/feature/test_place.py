@@ -19,7 +19,6 @@ from passes.graph.graph import OpGraph, tensor_specs
 from passes.lower.job import Job
 from passes.search.certificate import relative_gap
 from passes.search.feature.explain import Alternatives, alternatives
-from passes.search.feature.local import local_cost
 from passes.search.feature.meshes import meshes, split_seconds
 from passes.search.feature.place import (
     FeatureRequest,
@@ -28,6 +27,7 @@ from passes.search.feature.place import (
     place_features,
     survey_meshes,
 )
+from passes.search.feature.seconds import local_cost
 from passes.search.feature.setting import Setting
 from passes.shard.rules import choices
 from passes.shard.words import operands
