@@ -7,25 +7,25 @@ On the way back the sums of a step's gradients run beside the backward of the sa
 known where one is looked at: all are taken to be, and a parameter has its part, by size, of what its step runs beside. What
 is before the first step of a part of a model is taken to be what is behind its last, as parts in a row are mostly alike.
 
-    hidden = hidden_seconds(g, C / n) + hidden_seconds(h, D / n)      g, h   seconds of its gather, and of what runs back
+    hidden = hidden_seconds(g, C) + hidden_seconds(h, D)              g, h   seconds of its gather, and of what runs back
                                                                       C, D   of its part of these ops, on one of n ranks
 
-Sums of gradients that happen once per step count in full: those of first stages alone run beside their last backward
-(``runtime.program.early``).
+Sums of gradients that happen once per step run beside all of the last micro-batch's backward, each beside its part by size.
+The step starts those of a first stage in it (``runtime.program.early``), others while the stages before are at theirs.
 """
 
 from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
 
-from cost_models.compute import ComputeDevice
+from cost_models.arrays import FloatArray
 from passes.costs.costs import GraphCosts
-from passes.graph.graph import OpGraph
+from passes.graph.graph import OpGraph, once_per_graph
 
 
 @dataclass(frozen=True)
@@ -37,17 +37,11 @@ class ComputedBeside:
     ops: tuple[tuple[int, int], ...]
     """Indices of unlike ones, and how often each is there."""
 
-    def seconds(
-        self, costs: GraphCosts, samples: int, devices: Sequence[ComputeDevice], ranks: int
-    ) -> tuple[float, float]:
-        """Seconds forward and backward on each of so many ranks that share the work."""
-        each = [costs.exact(samples).seconds(samples, device) for device in devices]
-        forward = max(math.fsum(count * float(s.forward[op]) for op, count in self.ops) for s in each)
-        backward = max(
-            math.fsum(count * float(s.backward_input[op] + s.backward_weight[op]) for op, count in self.ops)
-            for s in each
-        )
-        return forward * self.part / ranks, backward * self.part / ranks
+    def seconds(self, forward: FloatArray, backward: FloatArray) -> tuple[float, float]:
+        """Seconds forward and backward in the parameter's part. Arrays: [ops], ``shared_seconds``."""
+        ways = (math.fsum(count * float(each[op]) for op, count in self.ops) for each in (forward, backward))
+        first, second = (self.part * seconds for seconds in ways)
+        return first, second
 
 
 def computed_beside(
@@ -80,6 +74,13 @@ def computed_beside(
             part = graph.parameters[graph.input_of[name].name].elements / max(whole, 1)
             found[name] = ComputedBeside(part, tuple(sorted(ops.items())))
     return {name: own for name, own in found.items() if own.ops}
+
+
+@once_per_graph
+def trained_elements(graph: OpGraph) -> int:
+    """Return the number of elements of all parameters that have a gradient."""
+    trained = (i for i in graph.inputs if i.kind == "parameter" and i.node in graph.needs_grad)
+    return sum(graph.parameters[given.name].elements for given in trained)
 
 
 def _first_alike(costs: GraphCosts) -> list[int]:

@@ -69,9 +69,9 @@ class Bridges:
 
     shape: tuple[int, ...]
     links: tuple[AxisLinks, ...]
-    parameters: dict[object, list[tuple[float, float]]] = field(default_factory=dict)
-    """Seconds and bytes of every way to keep a parameter, as ``feature.problem`` makes them: numbers of micro-batches share
-    them."""
+    parameters: dict[object, list[tuple[float, float, float]]] = field(default_factory=dict)
+    """Seconds, bytes and seconds of sums of every way to keep a parameter, as ``feature.problem`` makes them: numbers of
+    micro-batches share them."""
     _kinds: dict[tuple[CollectiveKind, int, float], int] = field(default_factory=dict)
     _pairs: dict[tuple[int, int], tuple[dict[int, int], dict[int, int], float, float, float, bool]] = field(
         default_factory=dict

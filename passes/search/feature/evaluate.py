@@ -16,6 +16,7 @@ import numpy as np
 import sympy
 from torch import fx
 
+from cost_models.arrays import FloatArray
 from cost_models.communication import hidden_seconds
 from cost_models.conversion import (
     AxisLinks,
@@ -31,7 +32,7 @@ from cost_models.layout import Partial, Placement, Replicate, Shard
 from passes.costs.backward_peak import backward_work
 from passes.costs.costs import GraphCosts
 from passes.graph.graph import OpGraph, tensor_specs
-from passes.search.feature.ahead import computed_beside
+from passes.search.feature.ahead import computed_beside, trained_elements
 from passes.search.feature.bridges import gather_ahead, steps_between, summed_beside
 from passes.search.feature.graph import ValueName, kept_operands, makes_values, value_name
 from passes.search.feature.options import bytes_of, parts_of, placements_of, storage_share
@@ -43,6 +44,7 @@ from passes.search.feature.seconds import (
     local_seconds,
     local_weight_seconds,
     parts_of_sum,
+    shared_seconds,
     splits_samples,
     traffic_of_parts,
     weight_rows,
@@ -316,12 +318,13 @@ class WholeGraph:
     def _computing(self) -> Mapping[str, tuple[float, float, float]]:
         """A parameter's part of its step of gathers, and a rank's seconds forward and backward in that part of what runs
         meanwhile, by the parameter's node."""
-        ranks = math.prod(self.placement.mesh.shape)
         beside = computed_beside(self.graph, self.costs, self.again.region_of)
-        return {
-            parameter: (own.part, *own.seconds(self.costs, self.samples, self.setting.devices, ranks))
-            for parameter, own in beside.items()
-        }
+        return {name: (own.part, *own.seconds(*self._shared_seconds)) for name, own in beside.items()}
+
+    @cached_property
+    def _shared_seconds(self) -> tuple[FloatArray, FloatArray]:
+        ranks = math.prod(self.placement.mesh.shape)
+        return shared_seconds(self.costs, self.samples, self.setting.devices, ranks)
 
     def hidden_gather_seconds(self) -> float:
         """Seconds of one micro-batch less than gathers of parameters take, and sums of their gradients, by themselves."""
@@ -386,7 +389,11 @@ class WholeGraph:
                 state=placement.sharded_state.get(given.name, stored),
                 deferred=deferred.get(given.name, (False,) * len(shape)),
             )
-            own_seconds, own_bytes = parameter.costs(self.links, self.setting, together_bytes)
+            own_seconds, own_bytes, sums = parameter.costs(self.links, self.setting, together_bytes)
+            if sums:
+                backward = float(self._shared_seconds[1].sum())
+                backward *= graph.parameters[given.name].elements / trained_elements(graph)
+                own_seconds -= float(hidden_seconds(sums, backward, self._contention))
             seconds += own_seconds
             held += own_bytes
             sent += parameter.sent_bytes()

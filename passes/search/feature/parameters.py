@@ -101,8 +101,10 @@ class ShardedParameter:
 
     def costs(
         self, links: Sequence[AxisLinks], setting: Setting, together_bytes: float
-    ) -> tuple[float, float]:
-        """(seconds per step, bytes) of keeping it so. ``links``: of the mesh's axes; ``together_bytes``: ``sum_bytes``.
+    ) -> tuple[float, float, float]:
+        """(seconds per step, bytes, of the seconds those of sums) of keeping it so.
+
+        ``links``: of the mesh's axes; ``together_bytes``: ``sum_bytes``.
 
         Seconds: the gradient summed over deferred axes into the state's layout, the update of what a rank owns, and the
         updated parameter gathered into its stored layout. Bytes: the parameter, its gradient as micro-batches are summed in
@@ -112,7 +114,7 @@ class ShardedParameter:
         held = local_share(self.stored, self.mesh.shape) * self.elements
         parameter_bytes = held * types.leaf.itemsize
         if not self.trained:
-            return 0.0, parameter_bytes
+            return 0.0, parameter_bytes, 0.0
         owned = local_share(self.state, self.mesh.shape) * self.elements
         rule = OPTIMIZERS[optimizer]
         split = self.stored != self.state
@@ -131,11 +133,11 @@ class ShardedParameter:
             along = links[sent.axes[0]] if alone else joined_links(self.mesh, sent.axes, setting.cluster)
             return along.seconds(sent.kind, size_bytes)
 
-        seconds = 0.0
+        sums = gathers = 0.0
         for sent in self.gradient_sums():
-            seconds += sending(sent, sent.share * once) * gradient_bytes / max(once, 1)
+            sums += sending(sent, sent.share * once) * gradient_bytes / max(once, 1)
         for sent in self.gathers():
-            seconds += sending(sent, sent.share * self.elements * types.leaf.itemsize)
+            gathers += sending(sent, sent.share * self.elements * types.leaf.itemsize)
         cast = owned * types.owner.itemsize + held * types.leaf.itemsize if types.has_copy else 0.0
         cast += (
             owned * (types.gradient.itemsize + types.owner.itemsize) if types.gradient != types.owner else 0.0
@@ -144,4 +146,5 @@ class ShardedParameter:
             trained=int(owned * types.owner.itemsize), optimizer_state=int(optimizer_state), cast=int(cast)
         )
         slowest = max(optimizer_seconds(touched, device, optimizer, 1) for device in setting.devices)
-        return seconds + slowest, parameter_bytes + copy + gradients + optimizer_state
+        held_bytes = parameter_bytes + copy + gradients + optimizer_state
+        return sums + gathers + slowest, held_bytes, sums

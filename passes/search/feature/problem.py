@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from typing import TypeAlias
 
 import numpy as np
@@ -27,7 +27,7 @@ from cost_models.conversion import local_share
 from cost_models.devices import Device
 from cost_models.layout import Mesh, Placement, Replicate, Shard
 from passes.costs.backward_peak import backward_work
-from passes.search.feature.ahead import ComputedBeside
+from passes.search.feature.ahead import ComputedBeside, trained_elements
 from passes.search.feature.bridges import Bridges, BridgeTable
 from passes.search.feature.codes import DEFERRED, combine, needs_of
 from passes.search.feature.graph import FeatureGraph, Unit, Wire
@@ -50,6 +50,7 @@ from passes.search.feature.seconds import (
     local_seconds,
     local_weight_seconds,
     parts_of_sum,
+    shared_seconds,
     weight_rows,
 )
 from passes.search.feature.setting import Setting
@@ -148,13 +149,22 @@ class FeatureProblem:
             again = wire.use.repeated == "all" or self.bridges.growing(sources, needs)
             alone[1] += np.where(again, alone[0], 0.0)
             merged[1] += np.where(again, merged[0], 0.0)
-        ways = zip(merged, self._computing(beside), strict=True)
+        ways = zip(merged, beside.seconds(*self._shared_seconds), strict=True)
         hidden = [hidden_seconds(sending, computing, self.contention) for sending, computing in ways]
         less = (alone - merged + hidden).sum(axis=0)
         return np.asarray(less * (wire.count * self.microbatches))
 
-    def _computing(self, beside: ComputedBeside) -> tuple[float, float]:
-        return beside.seconds(self.space.costs, self.samples, self.devices, math.prod(self.mesh.shape))
+    def beside_backward(self, parameter: Unit, sums: FloatArray) -> FloatArray:
+        """Seconds per step in which the last backward goes on while the gradient of a parameter is summed, in each way to
+        keep it. ``sums``: seconds of one such sum."""
+        graph = self.space.graph
+        part = graph.parameters[graph.input_of[parameter.name].name].elements / trained_elements(graph)
+        backward = float(self._shared_seconds[1].sum())
+        return hidden_seconds(sums, backward * part, self.contention)
+
+    @cached_property
+    def _shared_seconds(self) -> tuple[FloatArray, FloatArray]:
+        return shared_seconds(self.space.costs, self.samples, self.devices, math.prod(self.mesh.shape))
 
 
 def build_problem(
@@ -382,5 +392,9 @@ class _Builder:
             known[key] = [each.costs(self.problem.bridges.links, setting, together_bytes) for each in kept]
         codes = np.array([combine([c.code for c in way]) for way in ways], dtype=np.int64)
         count = len(unit.members)
-        seconds, held = (np.array(column) * count for column in zip(*known[key], strict=True))
-        return UnitNumbers(seconds, held, np.zeros(len(ways)), (), (codes,), ways, np.arange(len(ways)))
+        seconds, held, sums = (np.array(column) for column in zip(*known[key], strict=True))
+        if sums.any():
+            seconds -= self.problem.beside_backward(unit, sums)
+        return UnitNumbers(
+            seconds * count, held * count, np.zeros(len(ways)), (), (codes,), ways, np.arange(len(ways))
+        )

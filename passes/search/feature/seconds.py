@@ -126,6 +126,19 @@ def local_weight_seconds(
     return slowest
 
 
+def shared_seconds(
+    costs: GraphCosts, samples: int, devices: Sequence[ComputeDevice], ranks: int
+) -> tuple[FloatArray, FloatArray]:
+    """[ops] seconds forward and backward on each of so many ranks that share the work; launches are not shared."""
+    exact = costs.exact(samples)
+    whole, sums = exact.at(samples), exact.rates.extra.accumulated_bytes
+    share = np.full(len(sums), 1.0 / ranks)
+    local = _shared(whole, sums, share, ByteShares(share, share, share))
+    each = [[_seconds(phase, device) for phase in exact.rates.phases(local, device)] for device in devices]
+    forward, *backward = (np.maximum.reduce(phase) for phase in zip(*each, strict=True))
+    return forward, np.sum(backward, axis=0)
+
+
 def _seconds(phase: PhaseSeconds, device: ComputeDevice) -> FloatArray:
     """Seconds of each row by itself."""
     on_gpu = device.kind == "cuda"
