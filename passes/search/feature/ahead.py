@@ -4,8 +4,9 @@
     beside    the ops from where the step before is read to where this one is: up's beside the norm, down's beside up, …
 
 On the way back the sums of a step's gradients run beside the backward of the same ops. Which parameters are in parts is not
-known where one is looked at: all are taken to be, and a parameter has its part, by size, of what its step runs beside. What
-is before the first step of a part of a model is taken to be what is behind its last, as parts in a row are mostly alike.
+known where one is looked at: all are taken to be, and a parameter has its part, by size, of what its step runs beside. The
+first step that there is begins beside nothing: of a whole model, the first of each kind of steps is taken to be it. What is
+before the first step of a part of a model is taken to be what is behind its last, as parts in a row are mostly alike.
 
     hidden = hidden_seconds(g, C) + hidden_seconds(h, D)              g, h   seconds of its gather, and of what runs back
                                                                       C, D   of its part of these ops, on one of n ranks
@@ -47,7 +48,7 @@ class ComputedBeside:
 def computed_beside(
     graph: OpGraph, costs: GraphCosts, region_of: Mapping[str, int]
 ) -> dict[str, ComputedBeside]:
-    """Return what runs beside the gather of each parameter that one op reads, by the parameter's node; none of the first.
+    """Return what runs beside the gather of each parameter that one op reads, by the parameter's node.
 
     ``region_of``: the block of each op that backward computes again.
     """
@@ -64,16 +65,18 @@ def computed_beside(
                 at = begin[region_of[reader]] if reader in region_of else position[reader]
                 steps.setdefault(at, []).append(given.node)
     begins, first_of = sorted(steps), _first_alike(costs)
-    arrives = any(given.kind == "value" for given in graph.inputs)
-    found = {}
+    part = any(given.kind == "value" for given in graph.inputs)
+    found, kinds = dict[str, ComputedBeside](), set[object]()
     for number, end in enumerate(begins):
-        start = begins[number - 1] if number else begins[-1] - len(position) if arrives else end
-        ops = Counter(first_of[at] for at in range(start, end))
-        whole = sum(graph.parameters[graph.input_of[name].name].elements for name in steps[end])
-        for name in steps[end]:
-            part = graph.parameters[graph.input_of[name].name].elements / max(whole, 1)
-            found[name] = ComputedBeside(part, tuple(sorted(ops.items())))
-    return {name: own for name, own in found.items() if own.ops}
+        start = begins[number - 1] if number else begins[-1] - len(position) if part else end
+        ops = tuple(sorted(Counter(first_of[at] for at in range(start, end)).items()))
+        elements = {name: graph.parameters[graph.input_of[name].name].elements for name in steps[end]}
+        kind = ops, tuple(elements.values())
+        if ops and (part or kind in kinds):
+            whole = max(sum(elements.values()), 1)
+            found |= {name: ComputedBeside(own / whole, ops) for name, own in elements.items()}
+        kinds.add(kind)
+    return found
 
 
 @once_per_graph

@@ -102,7 +102,7 @@ class ShardedParameter:
     def costs(
         self, links: Sequence[AxisLinks], setting: Setting, together_bytes: float
     ) -> tuple[float, float, float]:
-        """(seconds per step, bytes, of the seconds those of sums) of keeping it so.
+        """(seconds per step, bytes, of the seconds those of sums that may run beside backward) of keeping it so.
 
         ``links``: of the mesh's axes; ``together_bytes``: ``sum_bytes``.
 
@@ -147,4 +147,7 @@ class ShardedParameter:
         )
         slowest = max(optimizer_seconds(touched, device, optimizer, 1) for device in setting.devices)
         held_bytes = parameter_bytes + copy + gradients + optimizer_state
-        return sums + gathers + slowest, held_bytes, sums
+        early = (
+            sums if once == gradient_bytes else 0.0
+        )  # what is summed with others waits for the last of them
+        return sums + gathers + slowest, held_bytes, early
