@@ -61,7 +61,7 @@ class ScheduleOption:
             "zb-h2": (2 / 3, 1 / 3, 1 / 3, self.microbatches // 2),
             "zb-v": (2 / 3, 1 / 3, 1 / 6, self.microbatches - 1),
         }.get(self.schedule, (1.0, 0.0, 1.0, 0))
-        return max(least, alone - each * further / (devices - 1)) if devices > 1 else 1.0
+        return max(least, alone - each * further / (devices - 1)) if devices > 1 else least
 
 
 def microbatch_counts(batch_size: int, wanted: int | str) -> list[int]:

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from cost_models.cluster import ClusterSpec
 from cost_models.errors import UsageError
@@ -151,7 +152,9 @@ def test_auto_is_hybrid_then_free_and_says_in_two_sentences_why() -> None:
 
 
 def test_auto_answers_once_the_plan_is_proved_good_enough() -> None:
-    plan = partition(GRAPH, ClusterSpec.parse("A100-40GB:2"), batch_size=8)
+    layers = nn.Sequential(nn.Linear(1024, 1024), nn.Linear(1024, 1024))
+    graph = trace(layers, torch.randn(4, 1024), loss_fn=lambda output, _: output.square().mean())
+    plan = partition(graph, ClusterSpec.parse("A100-40GB:2"), batch_size=256)
     assert plan.strategy == "hybrid"
     assert plan.certificate.gap <= 0.01
     assert plan.notes[1] == (
