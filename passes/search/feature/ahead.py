@@ -8,11 +8,12 @@ known where one is looked at: all are taken to be, and a parameter has its part,
 first step that there is begins beside nothing: of a whole model, the first of each kind of steps is taken to be it. What is
 before the first step of a part of a model is taken to be what is behind its last, as parts in a row are mostly alike.
 
-    hidden = hidden_seconds(g, C) + hidden_seconds(h, D)              g, h   seconds of its gather, and of what runs back
-                                                                      C, D   of its part of these ops, on one of n ranks
+    hidden = hidden_seconds(g, C) + hidden_seconds(h, D)      g, h   seconds of its gather, and of what runs back
+                                                              C, D   of its part of these ops on one rank
 
-Sums of gradients that happen once per step run beside all of the last micro-batch's backward, each beside its part by size.
-The step starts those of a first stage in it (``runtime.program.early``), others while the stages before are at theirs.
+Gradients that are summed once per step and by themselves (``passes.shard.state.ALONE_BYTES``) are so beside all of the last
+micro-batch's backward, each beside its part by size. The step starts those of a first stage in it
+(``runtime.program.early``), others while the stages before are at theirs.
 """
 
 from __future__ import annotations
@@ -65,14 +66,14 @@ def computed_beside(
                 at = begin[region_of[reader]] if reader in region_of else position[reader]
                 steps.setdefault(at, []).append(given.node)
     begins, first_of = sorted(steps), _first_alike(costs)
-    part = any(given.kind == "value" for given in graph.inputs)
+    is_part = any(given.kind == "value" for given in graph.inputs)
     found, kinds = dict[str, ComputedBeside](), set[object]()
     for number, end in enumerate(begins):
-        start = begins[number - 1] if number else begins[-1] - len(position) if part else end
+        start = begins[number - 1] if number else begins[-1] - len(position) if is_part else end
         ops = tuple(sorted(Counter(first_of[at] for at in range(start, end)).items()))
         elements = {name: graph.parameters[graph.input_of[name].name].elements for name in steps[end]}
         kind = ops, tuple(elements.values())
-        if ops and (part or kind in kinds):
+        if ops and (is_part or kind in kinds):
             whole = max(sum(elements.values()), 1)
             found |= {name: ComputedBeside(own / whole, ops) for name, own in elements.items()}
         kinds.add(kind)

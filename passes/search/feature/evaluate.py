@@ -328,14 +328,8 @@ class WholeGraph:
 
     def hidden_gather_seconds(self) -> float:
         """Seconds of one micro-batch less than gathers of parameters take, and sums of their gradients, by themselves."""
-        graph, shape, uses, needs, total = (
-            self.graph,
-            self.placement.mesh.shape,
-            self.uses(),
-            self.needs(),
-            0.0,
-        )
-        *_, deferred = self.bridges()
+        graph, shape, total = self.graph, self.placement.mesh.shape, 0.0
+        uses, needs, (*_, deferred) = self.uses(), self.needs(), self.bridges()
         for parameter, (part, forward, backward) in self._computing.items():
             ((need, flows),) = needs[parameter, 0].items()
             produced = self.produced((parameter, 0))

@@ -147,7 +147,6 @@ class ShardedParameter:
         )
         slowest = max(optimizer_seconds(touched, device, optimizer, 1) for device in setting.devices)
         held_bytes = parameter_bytes + copy + gradients + optimizer_state
-        early = (
-            sums if once == gradient_bytes else 0.0
-        )  # what is summed with others waits for the last of them
+        # what is summed with others waits for the last of them
+        early = sums if once == gradient_bytes else 0.0
         return sums + gathers + slowest, held_bytes, early
