@@ -23,6 +23,7 @@ from cost_models.errors import PartitionerError, UsageError
 from partitioner.commands.options import discard_stdout, progress, report
 from partitioner.doctor.findings import version_text
 from partitioner.unforeseen import internal_error
+from passes.interrupts import quiet_in_finalizers
 from runtime.collector import collector_paused
 
 COMMANDS = {
@@ -108,7 +109,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     _open_closed_streams()
     given = list(sys.argv[1:] if arguments is None else arguments)
     _quieten("--debug" in given)
-    code = run_command(given)
+    with quiet_in_finalizers():
+        code = run_command(given)
     gc.freeze()  # else the collector walks all of torch's and the graph's objects once more before the process ends
     sys.exit(code)
 

@@ -64,21 +64,29 @@ def best_so_far_kept() -> Iterator[Interrupts]:
     if not in_main or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
         yield own
         return
-    token, report = _interrupts.set(own), sys.unraisablehook
+    token = _interrupts.set(own)
     signal.signal(signal.SIGINT, own.handle)
+    try:
+        yield own
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        _interrupts.reset(token)
+
+
+@contextmanager
+def quiet_in_finalizers() -> Iterator[None]:
+    """Say nothing of a Ctrl-C that comes in a finalizer, where Python drops it: while a plan is made, it waits."""
+    report = sys.unraisablehook
 
     def quietly(error: sys.UnraisableHookArgs) -> None:
-        """Say nothing of a Ctrl-C, first or second, that came in a finalizer, where Python drops it: it is heeded later."""
         if not isinstance(error.exc_value, KeyboardInterrupt | SystemExit):
             report(error)
 
     sys.unraisablehook = quietly
     try:
-        yield own
+        yield
     finally:
         sys.unraisablehook = report
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-        _interrupts.reset(token)
 
 
 def keep_from_here() -> None:

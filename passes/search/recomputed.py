@@ -47,9 +47,9 @@ class Recomputed:
     graph: OpGraph
     costs: GraphCosts
     again: Regions = ()
-    whole: bool = True
-    """The graph is all that its devices run, so that the block that saves most counts with all it saves; False: it is a
-    part, and who composes the parts counts that."""
+    alike: int = 0
+    """0: the graph is all that its devices run, so that the block that saves most counts with all it saves. Else it is one
+    of so many pieces of a model that are alike, and who composes pieces counts that."""
 
     @cached_property
     def regions(self) -> tuple[tuple[int, ...], ...]:
@@ -84,7 +84,7 @@ class Recomputed:
     @cached_property
     def _largest(self) -> int:
         """The block that saves most; -1 without blocks."""
-        if not self.whole:
+        if self.alike:
             return -1
         samples = self.graph.example_batch_size
         sizes = [region_bytes(self.costs, region, samples) for region in self.regions]

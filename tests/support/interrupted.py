@@ -18,6 +18,7 @@ from tempfile import TemporaryDirectory
 
 from partitioner.cli import run_command
 from partitioner.commands import plan_model  # noqa: F401 - imports torch, so that every moment is within the command
+from passes.interrupts import quiet_in_finalizers
 
 MOST_SECONDS = 100.0
 
@@ -33,7 +34,8 @@ def interrupted(arguments: list[str], moments: list[float], folder: Path) -> dic
         sys.stdout, sys.stderr = os.fdopen(1, "w"), os.fdopen(2, "w")
         code = 1
         try:
-            code = run_command(arguments)
+            with quiet_in_finalizers():
+                code = run_command(arguments)
             sys.stderr.flush()
         finally:
             os._exit(code)

@@ -5,11 +5,12 @@
 
 On the way back the sums of a step's gradients run beside the backward of the same ops. Which parameters are in parts is not
 known where one is looked at: all are taken to be, and a parameter has its part, by size, of what its step runs beside. The
-first step that there is begins beside nothing: of a whole model, the first of each kind of steps is taken to be it. What is
-before the first step of a part of a model is taken to be what is behind its last, as parts in a row are mostly alike.
+first step that there is begins beside nothing: the first of each kind of steps is taken to be it. Of a piece of a model, of
+which n are alike, all bear this in equal shares, and what is before its first step is taken to be what is behind its last.
 
-    hidden = hidden_seconds(g, C) + hidden_seconds(h, D)      g, h   seconds of its gather, and of what runs back
-                                                              C, D   of its part of these ops on one rank
+    hidden = (1 − 1/(n·k)) · (hidden_seconds(g, C) + hidden_seconds(h, D))
+        g, h   seconds of its gather, and of what runs back         n   pieces alike
+        C, D   of its part of these ops on one rank                 k   steps of its kind in a piece
 
 Gradients that are summed once per step and by themselves (``passes.shard.state.ALONE_BYTES``) are so beside all of the last
 micro-batch's backward, each beside its part by size. The step starts those of a first stage in it
@@ -20,14 +21,19 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import numpy as np
 
 from cost_models.arrays import FloatArray
 from passes.costs.costs import GraphCosts
 from passes.graph.graph import OpGraph, once_per_graph
+from passes.search.recomputed import Recomputed
+
+_Kind: TypeAlias = tuple[tuple[tuple[int, int], ...], tuple[int, ...]]
+"""Equal for steps that are alike: the ops that they run beside, as ``ComputedBeside`` has them, and their parameters'
+elements."""
 
 
 @dataclass(frozen=True)
@@ -38,6 +44,8 @@ class ComputedBeside:
     """The part of their seconds that the parameter is given, others of its step the rest."""
     ops: tuple[tuple[int, int], ...]
     """Indices of unlike ones, and how often each is there."""
+    often: float
+    """The part of all such gathers that they run beside: others are the first that there are."""
 
     def seconds(self, forward: FloatArray, backward: FloatArray) -> tuple[float, float]:
         """Seconds forward and backward in the parameter's part. Arrays: [ops], ``shared_seconds``."""
@@ -46,13 +54,9 @@ class ComputedBeside:
         return first, second
 
 
-def computed_beside(
-    graph: OpGraph, costs: GraphCosts, region_of: Mapping[str, int]
-) -> dict[str, ComputedBeside]:
-    """Return what runs beside the gather of each parameter that one op reads, by the parameter's node.
-
-    ``region_of``: the block of each op that backward computes again.
-    """
+def computed_beside(again: Recomputed) -> dict[str, ComputedBeside]:
+    """Return what runs beside the gather of each parameter that one op reads, by the parameter's node."""
+    graph, region_of = again.graph, again.region_of
     position = {node.name: index for index, node in enumerate(graph.ops)}
     begin = dict[int, int]()
     for name, region in region_of.items():
@@ -65,18 +69,21 @@ def computed_beside(
             if reader in position:
                 at = begin[region_of[reader]] if reader in region_of else position[reader]
                 steps.setdefault(at, []).append(given.node)
-    begins, first_of = sorted(steps), _first_alike(costs)
-    is_part = any(given.kind == "value" for given in graph.inputs)
-    found, kinds = dict[str, ComputedBeside](), set[object]()
+    begins, first_of, kinds = sorted(steps), _first_alike(again.costs), list[_Kind]()
     for number, end in enumerate(begins):
-        start = begins[number - 1] if number else begins[-1] - len(position) if is_part else end
-        ops = tuple(sorted(Counter(first_of[at] for at in range(start, end)).items()))
-        elements = {name: graph.parameters[graph.input_of[name].name].elements for name in steps[end]}
-        kind = ops, tuple(elements.values())
-        if ops and (is_part or kind in kinds):
-            whole = max(sum(elements.values()), 1)
-            found |= {name: ComputedBeside(own / whole, ops) for name, own in elements.items()}
-        kinds.add(kind)
+        before = begins[-1] - len(position) if again.alike else end
+        start = begins[number - 1] if number else before
+        between = Counter(first_of[at] for at in range(start, end))
+        elements = (graph.parameters[graph.input_of[name].name].elements for name in steps[end])
+        kinds.append((tuple(sorted(between.items())), tuple(elements)))
+    number_of, seen, found = Counter(kinds), set[_Kind](), dict[str, ComputedBeside]()
+    for end, kind in zip(begins, kinds, strict=True):
+        often = 1 - 1 / (again.alike * number_of[kind]) if again.alike else float(kind in seen)
+        seen.add(kind)
+        ops, sizes = kind
+        if ops and often:
+            parts = zip(steps[end], sizes, strict=True)
+            found |= {name: ComputedBeside(own / max(sum(sizes), 1), ops, often) for name, own in parts}
     return found
 
 

@@ -32,7 +32,7 @@ from cost_models.layout import Partial, Placement, Replicate, Shard
 from passes.costs.backward_peak import backward_work
 from passes.costs.costs import GraphCosts
 from passes.graph.graph import OpGraph, tensor_specs
-from passes.search.feature.ahead import computed_beside, trained_elements
+from passes.search.feature.ahead import ComputedBeside, computed_beside, trained_elements
 from passes.search.feature.bridges import gather_ahead, steps_between, summed_beside
 from passes.search.feature.graph import ValueName, kept_operands, makes_values, value_name
 from passes.search.feature.options import bytes_of, parts_of, placements_of, storage_share
@@ -315,11 +315,10 @@ class WholeGraph:
         return float(hidden_seconds(np.array(sums), computing, self._contention).sum())
 
     @cached_property
-    def _computing(self) -> Mapping[str, tuple[float, float, float]]:
-        """A parameter's part of its step of gathers, and a rank's seconds forward and backward in that part of what runs
-        meanwhile, by the parameter's node."""
-        beside = computed_beside(self.graph, self.costs, self.again.region_of)
-        return {name: (own.part, *own.seconds(*self._shared_seconds)) for name, own in beside.items()}
+    def _computing(self) -> Mapping[str, tuple[ComputedBeside, float, float]]:
+        """Return what runs beside a parameter's gathers, and a rank's seconds in it each way, by the parameter's node."""
+        beside = computed_beside(self.again)
+        return {name: (own, *own.seconds(*self._shared_seconds)) for name, own in beside.items()}
 
     @cached_property
     def _shared_seconds(self) -> tuple[FloatArray, FloatArray]:
@@ -330,7 +329,7 @@ class WholeGraph:
         """Seconds of one micro-batch less than gathers of parameters take, and sums of their gradients, by themselves."""
         graph, shape, total = self.graph, self.placement.mesh.shape, 0.0
         uses, needs, (*_, deferred) = self.uses(), self.needs(), self.bridges()
-        for parameter, (part, forward, backward) in self._computing.items():
+        for parameter, (beside, forward, backward) in self._computing.items():
             ((need, flows),) = needs[parameter, 0].items()
             produced = self.produced((parameter, 0))
             later = deferred.get(graph.input_of[parameter].name, (False,) * len(shape))
@@ -346,9 +345,9 @@ class WholeGraph:
                 merged = 0.0
                 for step in steps:
                     size, links = step.share * whole, self.links[step.axis]
-                    merged += part * links.seconds(step.kind, size / part)
+                    merged += beside.part * links.seconds(step.kind, size / beside.part)
                     total += links.seconds(step.kind, size)
-                total += float(hidden_seconds(merged, computing, self._contention)) - merged
+                total += beside.often * float(hidden_seconds(merged, computing, self._contention)) - merged
         return total
 
     @cached_property

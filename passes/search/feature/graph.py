@@ -96,9 +96,9 @@ class FeatureGraph:
     readers: Readers
     _unlike: dict[int, Sequence[Mapping[int, int]]] = field(default_factory=dict, init=False)
 
-    def recomputing(self, recomputed: Regions, *, whole: bool = True) -> FeatureGraph:
+    def recomputing(self, recomputed: Regions) -> FeatureGraph:
         """Return the same units with other blocks that backward computes again."""
-        again = Recomputed(self.graph, self.costs, recomputed, whole)
+        again = replace(self.again, again=recomputed)
         return replace(self, again=again, wires=_wires(again, self.readers, self.unit_of))
 
     def gradient_comes_back(self, unit: Unit) -> bool:
@@ -148,14 +148,13 @@ def feature_graph(
     choices: Chooser,
     marks: Mapping[str, str] | None = None,
     recomputed: Regions = (),
-    *,
-    whole: bool = True,
+    alike: int = 0,
 ) -> FeatureGraph:
     """Group ops, placeholders and values; O(ops · operands). ``marks``: nodes with unlike marks are in unlike units.
 
-    ``whole``: of what is computed again, as ``Recomputed`` has it.
+    ``alike``: pieces of a model that are as this one is; 0: it is no piece.
     """
-    again = Recomputed(graph, costs, recomputed, whole)
+    again = Recomputed(graph, costs, recomputed, alike)
     marks = marks or {}
     choices = _taking_shared_buffers_whole(graph, choices)
     unit_of: dict[str, int] = {}
@@ -300,7 +299,7 @@ def _wires(again: Recomputed, readers: Readers, unit_of: Mapping[str, int]) -> t
     found: Counter[
         tuple[int, int, tuple[tuple[int, int], ...], bool, BridgeUse, tuple[int, ...], ComputedBeside | None]
     ] = Counter()
-    ahead = computed_beside(again.graph, again.costs, again.region_of)
+    ahead = computed_beside(again)
     for (name, output), used in readers.items():
         if name not in unit_of:
             continue

@@ -151,7 +151,7 @@ class FeatureProblem:
             merged[1] += np.where(again, merged[0], 0.0)
         ways = zip(merged, beside.seconds(*self._shared_seconds), strict=True)
         hidden = [hidden_seconds(sending, computing, self.contention) for sending, computing in ways]
-        less = (alone - merged + hidden).sum(axis=0)
+        less = (alone - merged + beside.often * np.array(hidden)).sum(axis=0)
         return np.asarray(less * (wire.count * self.microbatches))
 
     def beside_backward(self, parameter: Unit, sums: FloatArray) -> FloatArray:

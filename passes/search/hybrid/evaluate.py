@@ -140,7 +140,15 @@ class CandidateCost:
             gathers = regions_of(part, (GATHERS,)) if GATHERS in blocks else ()
             regions = (self.pieces.ops[piece],) if again else gathers
             setting = Setting(self.cluster, self.job, 0.0, regions, place)
-            self._known[key] = _cost(_Piece(part, costs_of(part, self.cluster), placed, setting))
+            self._known[key] = _cost(
+                _Piece(
+                    part,
+                    costs_of(part, self.cluster),
+                    placed,
+                    setting,
+                    self.pieces.kind.count(self.pieces.kind[piece]),
+                )
+            )
         return self._known[key]
 
     def _hardware_of(self, mesh: Mesh) -> object:
@@ -175,12 +183,16 @@ class CandidateCost:
         return 2 * path.latency_seconds + sizes[number] / rate
 
 
+@dataclass(frozen=True, eq=False)
 class _Piece(WholeGraph):
     """A piece of a stage: of what its block saves, when it is computed again, whoever composes pieces takes account."""
 
+    alike: int
+    """See ``Recomputed``."""
+
     @cached_property
     def again(self) -> Recomputed:
-        return Recomputed(self.graph, self.costs, self.setting.again, whole=False)
+        return Recomputed(self.graph, self.costs, self.setting.again, self.alike)
 
 
 def _cost(whole: WholeGraph) -> StageCost:

@@ -38,8 +38,8 @@ SIMULATED_FIRST = 3
 ranks the best among its first three on Llama-8B and 70B on 64 H100 and, but for 0.2%, on GPT-3 175B on 1,024."""
 
 FIRST = 64
-"""Steps after which one option is carried to its end if no plan is known yet: hundreds of thousands of options of unlike
-devices have bounds below the best. By hand."""
+"""Steps after which one option is carried to its end if none was yet: hundreds of thousands of options of unlike devices
+have bounds below the best. By hand."""
 
 PATIENCE = 32
 """Options without a pipeline that fits after which the time limit ends a search that has found nothing. By hand: small
@@ -157,10 +157,11 @@ class _OptionQueue:
     def advance(self) -> None:
         """Refine the open option of the lowest bound; after ``FIRST`` steps in vain, the one closest to a solution."""
         self._steps += 1
-        if math.isfinite(self.best_seconds) or self._steps <= FIRST:
+        if self.found or self._steps <= FIRST:
             self._now = heapq.heappop(self._open)
         else:
-            self._now = min(self._open, key=lambda own: (-own[2], own[0]))
+            promising = (own for own in self._open if own[0] < self.cutoff_seconds)
+            self._now = min(promising, key=lambda own: (-own[2], own[0]))
             self._open.remove(self._now)
             heapq.heapify(self._open)
         further = self._further(*self._now)

@@ -13,7 +13,13 @@ import pytest
 
 from passes import compile as compiling
 from passes.compile import Compiled
-from passes.interrupts import best_so_far_kept, heed_interrupt, keep_from_here, may_be_lost
+from passes.interrupts import (
+    best_so_far_kept,
+    heed_interrupt,
+    keep_from_here,
+    may_be_lost,
+    quiet_in_finalizers,
+)
 from passes.search.certificate import Certificate
 from passes.search.hybrid import survey
 from passes.search.hybrid.search import GroupSearch
@@ -46,7 +52,7 @@ class Pressed:
 def test_in_a_finalizer_it_is_heeded_afterwards_and_nothing_is_printed(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    with best_so_far_kept():
+    with quiet_in_finalizers(), best_so_far_kept():
         Pressed()
         with pytest.raises(KeyboardInterrupt):
             heed_interrupt()

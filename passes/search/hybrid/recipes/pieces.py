@@ -254,7 +254,7 @@ class PieceSearch:
         key = (kind, again, group.replicas > 1, group.tensor > 1)
         if key not in self._spaces and again:
             kept = self._space(kind, group, again=False)
-            space = kept.graph.recomputing(self._regions(kind, again=True), whole=False)
+            space = kept.graph.recomputing(self._regions(kind, again=True))
             self._spaces[key] = replace(kept, graph=space)
         if key not in self._spaces:
             part, pins, fixed = self.part(kind), dict[str, Pin](), dict[str, Pin]()
@@ -268,7 +268,8 @@ class PieceSearch:
             marks = {node: pin.mark for node, pin in pins.items()}
             marks |= {node: f"{marks.get(node, '')} {pin.mark}" for node, pin in fixed.items()}
             regions = self._regions(kind, again=False)
-            space = feature_graph(part, self.costs(kind), self.discovery.choices, marks, regions, whole=False)
+            alike = self.pieces.kind.count(kind)
+            space = feature_graph(part, self.costs(kind), self.discovery.choices, marks, regions, alike)
             self._spaces[key] = _PinnedSpace(space, pins, fixed)
         return self._spaces[key]
 
