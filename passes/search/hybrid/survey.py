@@ -37,10 +37,6 @@ SIMULATED_FIRST = 3
 """Pipelines of the least surrogates that always are simulated, so that so many are looked for. Measured: the surrogate
 ranks the best among its first three on Llama-8B and 70B on 64 H100 and, but for 0.2%, on GPT-3 175B on 1,024."""
 
-FIRST = 64
-"""Steps after which one option is carried to its end if none was yet: hundreds of thousands of options of unlike devices
-have bounds below the best. By hand."""
-
 PATIENCE = 32
 """Options without a pipeline that fits after which the time limit ends a search that has found nothing. By hand: small
 limits wait for a first plan, which most jobs have among the first few; a search of thousands of options does not go on for
@@ -98,7 +94,11 @@ def survey(
 
 
 class _OptionQueue:
-    """Options by their bounds, of five ranks; the option of the least bound gets the next, or is solved."""
+    """Options by their bounds, of five ranks; the option of the least bound gets the next, or is solved.
+
+    Until one is solved, it gets all of them in turn: hundreds of thousands of options of unlike devices have bounds below
+    the best, and no time may be left for it.
+    """
 
     def __init__(
         self, search: GroupSearch, options: Sequence[GroupOption], room: float, known_seconds: float
@@ -118,7 +118,7 @@ class _OptionQueue:
         self._staged: dict[int, Staged[Composed]] = {}
         self._now: tuple[float, int, int] | None = None
         """The option at work, which is not among the open ones meanwhile."""
-        self._steps = self._solved = 0
+        self._solved = 0
         self._unfit: list[tuple[float, int, int]] = []
         """Options in which nothing fits while nothing is found in any. They are open again once something is."""
 
@@ -132,13 +132,14 @@ class _OptionQueue:
     def untried(self) -> int:
         """The number of options that may hold a better pipeline and were not solved."""
         tried = {id(solved.option) for solved in self.found}
-        return sum(id(self.options[number]) not in tried for _, number, _ in self._open)
+        left = [*self._open, *([] if self._now is None else [self._now])]
+        return sum(id(self.options[number]) not in tried for _, number, _ in left)
 
     def is_over(self) -> bool:
         """Tell whether no option is left that may be better, or nearly as good while there are few that are."""
         near = sum(solved.seconds <= self.cutoff_seconds for solved in self.found)
         enough = near >= SIMULATED_FIRST and self._solved >= ENOUGH
-        if not self._open:
+        if not self._open and self._now is None:
             return True
         return self.least_seconds >= (self.best_seconds if enough else self.cutoff_seconds)
 
@@ -148,30 +149,24 @@ class _OptionQueue:
 
     def report(self) -> None:
         """Say what comes next."""
-        option = self.options[self._open[0][1]]
+        option = self.options[(self._now or self._open[0])[1]]
         done = len(self.bounds)
         proved = min([self.least_seconds, *(bound for _, bound in self.bounds)])
         report_option(option, proved, len(self.found), done, len(self.options))
 
     @phase("program")
     def advance(self) -> None:
-        """Refine the open option of the lowest bound; after ``FIRST`` steps in vain, the one closest to a solution."""
-        self._steps += 1
-        if self.found or self._steps <= FIRST:
-            self._now = heapq.heappop(self._open)
-        else:
-            promising = (own for own in self._open if own[0] < self.cutoff_seconds)
-            self._now = min(promising, key=lambda own: (-own[2], own[0]))
-            self._open.remove(self._now)
-            heapq.heapify(self._open)
-        further = self._further(*self._now)
+        """Refine the open option of the lowest bound, or the one at work."""
+        now = self._now = self._now or heapq.heappop(self._open)
+        further, self._now = self._further(*now), None
         if further is None or further[0] == math.inf:
-            self.bounds.append((self.options[self._now[1]], (further or self._now)[0]))
-        elif further == self._now:
+            self.bounds.append((self.options[now[1]], (further or now)[0]))
+        elif further == now:
             self._unfit.append(further)
-        else:
+        elif self.found or further[0] >= self.cutoff_seconds:
             heapq.heappush(self._open, further)
-        self._now = None
+        else:
+            self._now = further
         while self.found and self._unfit:
             heapq.heappush(self._open, self._unfit.pop())
 

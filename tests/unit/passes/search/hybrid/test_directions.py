@@ -214,11 +214,8 @@ def test_the_certificate_holds() -> None:
         assert certificate.gap < 0.2
 
 
-def test_no_option_is_solved_that_bounds_prove_slower_than_a_known_plan(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_no_option_is_solved_that_bounds_prove_slower_than_a_known_plan() -> None:
     """Not even where nothing of its own is found for a long time, as on a part of the cluster."""
-    monkeypatch.setattr("passes.search.hybrid.survey.FIRST", 0)
     search = GroupSearch(graph(), costs_of(graph(), cluster()), cluster(), Job(SAMPLES))
     listed = search.options()
     bounds = [
