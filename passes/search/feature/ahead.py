@@ -31,7 +31,7 @@ from passes.costs.costs import GraphCosts
 from passes.graph.graph import OpGraph, once_per_graph
 from passes.search.recomputed import Recomputed
 
-_Kind: TypeAlias = tuple[tuple[tuple[int, int], ...], tuple[int, ...]]
+_StepKind: TypeAlias = tuple[tuple[tuple[int, int], ...], tuple[int, ...]]
 """Equal for steps that are alike: the ops that they run beside, as ``ComputedBeside`` has them, and their parameters'
 elements."""
 
@@ -69,14 +69,14 @@ def computed_beside(again: Recomputed) -> dict[str, ComputedBeside]:
             if reader in position:
                 at = begin[region_of[reader]] if reader in region_of else position[reader]
                 steps.setdefault(at, []).append(given.node)
-    begins, first_of, kinds = sorted(steps), _first_alike(again.costs), list[_Kind]()
+    begins, first_of, kinds = sorted(steps), _first_alike(again.costs), list[_StepKind]()
     for number, end in enumerate(begins):
         before = begins[-1] - len(position) if again.alike else end
         start = begins[number - 1] if number else before
         between = Counter(first_of[at] for at in range(start, end))
         elements = (graph.parameters[graph.input_of[name].name].elements for name in steps[end])
         kinds.append((tuple(sorted(between.items())), tuple(elements)))
-    number_of, seen, found = Counter(kinds), set[_Kind](), dict[str, ComputedBeside]()
+    number_of, seen, found = Counter(kinds), set[_StepKind](), dict[str, ComputedBeside]()
     for end, kind in zip(begins, kinds, strict=True):
         often = 1 - 1 / (again.alike * number_of[kind]) if again.alike else float(kind in seen)
         seen.add(kind)
