@@ -133,12 +133,12 @@ def test_metrics_of_a_custom_loss_reach_the_log(pool: WorkerPool, tmp_path: Path
 def test_a_large_model_is_planned_from_a_cluster_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Four of the eighty layers, short samples, two of eight nodes: all of it takes the time of a whole test file."""
+    """Two of the eighty layers, short samples, two of eight nodes: all of it takes the time of a whole test file."""
     file, nodes = tmp_path / "plan.json", tmp_path / "two-nodes.yaml"
     text = (ROOT / "docs/clusters/dgx-h100-8-nodes.yaml").read_text()
     nodes.write_text(text.replace("dgx[0-7]", "dgx[0-1]").replace("10.0.0.[1-8]", "10.0.0.[1-2]"))
-    monkeypatch.setattr("partitioner.planning.options.AUTO_SECONDS", 5.0)
-    options = "--cluster", str(nodes), "--layers", "4", "--tokens", "256", "--save", str(file)
+    monkeypatch.setattr("partitioner.planning.options.AUTO_SECONDS", 0.5)
+    options = "--cluster", str(nodes), "--layers", "2", "--tokens", "256", "--save", str(file)
     text = run("examples/plan_llama70b.py", *options)
     plan = Plan.load(file)
     assert (plan.cluster.name, plan.cluster.world_size) == ("two-nodes", 16)

@@ -7,7 +7,6 @@ from functools import cache
 
 import pytest
 
-from benchmarks.feature_matrix import load
 from benchmarks.found_matrix import find_plan
 from benchmarks.hybrid_matrix import verify_from_file
 from benchmarks.unlike_clusters import THREE_KINDS, UNLIKE
@@ -17,6 +16,7 @@ from passes.graph.graph import OpGraph
 from runtime.ranks.launch import WorkerPool
 from tests.support.matrix import thinned
 from tests.support.ranking import ranking
+from tests.support.traced_models import loaded
 
 SHOWN = [("ranking", "1 + 3"), ("ranking", "2 + 1 + 1")]
 OTHERS = [("mixtral", "2 + 2"), ("t5", "1 + 3"), ("unet", "2 + 2"), ("vit", "1 + 3")]
@@ -24,9 +24,9 @@ OTHERS = [("mixtral", "2 + 2"), ("t5", "1 + 3"), ("unet", "2 + 2"), ("vit", "1 +
 
 
 @cache
-def loaded(model: str) -> tuple[Workload, OpGraph]:
+def made(model: str) -> tuple[Workload, OpGraph]:
     if model != "ranking":
-        return load(model)
+        return loaded(model)
     workload = ranking()
     return workload, as_graph(workload)
 
@@ -35,7 +35,7 @@ def loaded(model: str) -> tuple[Workload, OpGraph]:
 def test_it_is_planned_certified_and_computes_what_it_computed(
     model: str, cluster: str, pool: WorkerPool
 ) -> None:
-    workload, graph = loaded(model)
+    workload, graph = made(model)
     plan = find_plan(graph, {**UNLIKE, **THREE_KINDS}[cluster], microbatches=4)
     assert plan.strategy == "hybrid"
     assert len(plan.used_devices) > 2

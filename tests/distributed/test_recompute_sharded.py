@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from functools import cache
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from benchmarks.feature_matrix import Mesh, load
+from benchmarks.feature_matrix import Mesh
 from cost_models.cluster import ClusterSpec
 from partitioner import Plan, partition
 from partitioner.models.as_graph import as_graph
@@ -19,8 +18,7 @@ from passes.search.words import RecomputeMode
 from runtime.ranks.launch import WorkerPool
 from tests.distributed.test_recompute import made
 from tests.support.matrix import thinned
-
-loaded = cache(load)
+from tests.support.traced_models import loaded
 
 CASES: tuple[tuple[str, Mesh, str, RecomputeMode], ...] = (
     ("gpt2", (2,), "data", "full"),

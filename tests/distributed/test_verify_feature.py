@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import fx, nn
 
-from benchmarks.feature_matrix import Mesh, load, make_plan, verify_sharded
+from benchmarks.feature_matrix import Mesh, make_plan, verify_sharded
 from cost_models.cluster import ClusterSpec
 from cost_models.errors import PlanError
 from partitioner import Plan, Workload, partition
@@ -28,8 +28,7 @@ from runtime.segment.code import SegmentCode
 from tests.distributed import test_odd_models as odd
 from tests.distributed.sharded_models import Conv, Gpt, conv_batch, gpt_batch
 from tests.support.matrix import thinned
-
-loaded = cache(load)
+from tests.support.traced_models import loaded
 
 SMOKE: tuple[tuple[str, Mesh, str], ...] = (
     ("bert", (2,), "vocabulary"),

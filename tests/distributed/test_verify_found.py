@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from functools import cache
-
 import pytest
 
-from benchmarks.feature_matrix import load
 from benchmarks.found_matrix import cases_of
 from benchmarks.hybrid_matrix import verify_from_file
 from runtime.ranks.launch import WorkerPool
 from tests.support.matrix import thinned
-
-loaded = cache(load)
+from tests.support.traced_models import loaded
 
 SHOWN = [
     ("t5", "2 groups, 2 replicas, interleaved × 2, 4 × 6 samples: half computed again"),

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import cache
 from typing import Any
 from unittest import mock
 
 import pytest
 
-from benchmarks.feature_matrix import load
 from benchmarks.hybrid_matrix import CASES, SMOKE, Found, make_plan, verify_from_file
 from partitioner.record.rebuild import plan_programs, plan_segments
 from partitioner.verify.verify import verify_plan
@@ -19,8 +17,7 @@ from runtime.ranks.launch import WorkerPool
 from runtime.segment.code import Interface
 from tests.distributed.planted import nothing, plant
 from tests.support.matrix import thinned
-
-loaded = cache(load)
+from tests.support.traced_models import loaded
 
 
 @pytest.mark.parametrize(

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
+from functools import cache, lru_cache
 from typing import Any
 
 from torch import Tensor, nn
 
+from benchmarks.feature_matrix import load
 from partitioner.models.bundled import bundled
 from partitioner.models.workload import Workload
 from passes.graph.graph import OpGraph
 from passes.trace.batch import flatten_batch, forward_arguments, forward_names, map_tensors
 from passes.trace.loss.reduction import with_normalizers
 from passes.trace.trace import trace
+
+loaded = cache(load)
+"""A model of the matrices and its trace, made once in a process: for tests that change neither."""
 
 
 def run(graph: OpGraph, model: nn.Module, batch: Any) -> tuple[Tensor, ...]:

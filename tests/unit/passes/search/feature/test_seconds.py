@@ -7,7 +7,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from benchmarks.hybrid_matrix import load
 from cost_models.cluster import ClusterSpec
 from passes.costs.costs import costs_of
 from passes.graph.graph import tensor_specs
@@ -16,6 +15,7 @@ from passes.search.feature.seconds import LocalRows, local_seconds, traffic_of_p
 from passes.search.hybrid.recipes.joints import pieces_of
 from passes.search.hybrid.recipes.pieces import GroupKind, PieceSearch
 from passes.trace.trace import trace
+from tests.support.traced_models import loaded
 
 X, WEIGHT, Y = 64 * 8 * 4.0, 16 * 8 * 4.0, 64 * 16 * 4.0
 
@@ -54,7 +54,7 @@ def test_splitting_samples_does_not_split_the_sums_of_gradients() -> None:
 @pytest.mark.parametrize("model", ["alexnet", "gpt2"])
 def test_replicas_take_as_long_as_one_device_with_their_samples(model: str) -> None:
     """So a bound by one replica is one for any number of them."""
-    _, graph = load(model)
+    _, graph = loaded(model)
     cluster = ClusterSpec.local(4)
     search = PieceSearch(pieces_of(graph), cluster, frozenset())
     for kind, first in enumerate(search.pieces.first):

@@ -9,7 +9,6 @@ from functools import cache
 
 import pytest
 
-from benchmarks.feature_matrix import load
 from cost_models.cluster import ClusterSpec
 from cost_models.errors import InternalError
 from cost_models.layout import Replicate, Shard
@@ -22,6 +21,7 @@ from passes.search.hybrid.options import GroupOption
 from passes.search.hybrid.recipes.walk import needed_bytes
 from passes.search.hybrid.search import GroupSearch, SolvedOption
 from tests.support.matrix import thinned
+from tests.support.traced_models import loaded
 
 MODELS = ("gpt2", "llama-8b", "t5", "mixtral", "unet")
 KINDS = ("one", "replicas", "tensor", "both", "interleaved")
@@ -33,7 +33,7 @@ SHOWN = [("gpt2", "both"), ("llama-8b", "interleaved"), ("mixtral", "tensor"), (
 
 @cache
 def search(model: str) -> GroupSearch:
-    graph, cluster = load(model)[1], ClusterSpec.parse("dgx-h100:1")
+    graph, cluster = loaded(model)[1], ClusterSpec.parse("dgx-h100:1")
     return GroupSearch(graph, costs_of(graph, cluster), cluster, Job(16))
 
 
@@ -60,8 +60,9 @@ def options_of(model: str, kind: str) -> list[GroupOption]:
 def decoded(model: str, option: GroupOption) -> Iterator[tuple[SolvedOption, Decoded]]:
     """Solve an option with much memory, and with hardly enough."""
     own, room = search(model), 1.0
-    while own.solve(option, math.inf, room / 1.05) is not None:
-        room /= 1.05
+    for step in (2.0, 1.05):
+        while own.solve(option, math.inf, room / step) is not None:
+            room /= step
     for more in (*ROOMS, 1 / room):
         solved, staged = own.solve(option, math.inf, room * more), own.staged(option, room * more)
         if solved is not None:
@@ -148,7 +149,7 @@ def test_leaves_read_for_their_size_alone_are_laid_out_on_the_mesh_of_their_own_
         for name, count, device in (("large", 2, "A100-80GB"), ("small", 4, "A100-40GB"))
     ]
     cluster = ClusterSpec.from_dict({"nodes": nodes, "network": "Ethernet-25G"})
-    graph = load("gpt2")[1]
+    graph = loaded("gpt2")[1]
     own = GroupSearch(graph, costs_of(graph, cluster), cluster, Job(16))
     wanted = [(1, 2), (2, 2)]
     option = next(o for o in own.options() if [(run.replicas, run.tensor) for run in o.runs] == wanted)

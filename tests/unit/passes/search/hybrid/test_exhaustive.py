@@ -111,7 +111,7 @@ def random_search(seed: int, *, tight: bool) -> GroupSearch:
 
 
 @pytest.mark.parametrize(
-    "seeds", thinned([range(i, i + 5) for i in range(0, 600, 5)], [range(0, 5)]), ids=str
+    "seeds", thinned([range(i, i + 5) for i in range(0, 600, 5)], [range(10, 15)]), ids=str
 )
 def test_the_optimum_is_that_of_every_pipeline_that_fits(seeds: range) -> None:
     feasible = missed = 0

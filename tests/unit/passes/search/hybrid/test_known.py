@@ -6,10 +6,10 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 import pytest
 
-from benchmarks.feature_matrix import load
 from cost_models.cluster import ClusterSpec
 from partitioner import Plan, partition
 from passes.lower.candidate import Candidate
@@ -17,6 +17,7 @@ from passes.search.hybrid.known import KnownRecipe, recipes
 from passes.search.hybrid.provider import GroupsProvider
 from passes.search.judge import Judge, Simulated
 from passes.search.provider import Proposal
+from tests.support.traced_models import loaded
 
 NODE = {"count": 2, "device": "A100-40GB", "links": "NVLink3"}
 TWO_NODES = ClusterSpec.from_dict(
@@ -26,7 +27,7 @@ ROWS = {"FSDP x4", "tensor 2 x data 2", "1F1B pipeline x4"}
 
 
 def planned(cluster: ClusterSpec, **options: Any) -> Plan:
-    plan: Plan = partition(load("gpt2")[1], cluster, strategy="hybrid", **{"batch_size": 8, **options})
+    plan: Plan = partition(loaded("gpt2")[1], cluster, strategy="hybrid", **{"batch_size": 8, **options})
     return plan
 
 
@@ -56,8 +57,23 @@ def test_each_is_a_line_of_what_is_fixed(cluster: str, pieces: int, expected: li
     assert [f"{name}: {fix}" for name, fix in recipes(ClusterSpec.parse(cluster), pieces)] == expected
 
 
-def test_a_comparison_has_them_and_the_plan_is_no_slower() -> None:
-    plan = planned(TWO_NODES)
+@pytest.fixture(scope="module")
+def searched() -> tuple[Plan, list[float]]:
+    """A plan, and the seconds that the search of it was asked to beat."""
+    asked: list[float] = []
+    found = GroupsProvider.proposals
+
+    def noted(self: GroupsProvider, known_seconds: float, *further: float) -> Sequence[Proposal[Any]]:
+        if not self.only_if:
+            asked.append(known_seconds)
+        return found(self, known_seconds, *further)
+
+    with mock.patch.object(GroupsProvider, "proposals", noted):
+        return planned(TWO_NODES), asked
+
+
+def test_a_comparison_has_them_and_the_plan_is_no_slower(searched: tuple[Plan, list[float]]) -> None:
+    plan, _ = searched
     steps = rows(plan)
     assert steps.keys() >= ROWS
     assert plan.prediction.step_seconds <= min(steps.values()) * (1 + 1e-9)
@@ -117,16 +133,7 @@ def test_one_that_overflows_and_is_slower_than_what_fits_is_not_solved_again(
     assert not again
 
 
-def test_the_search_looks_only_for_what_is_faster_than_these(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[float] = []
-    found = GroupsProvider.proposals
-
-    def noted(self: GroupsProvider, known_seconds: float, *further: float) -> Sequence[Proposal[Any]]:
-        if not self.only_if:
-            asked.append(known_seconds)
-        return found(self, known_seconds, *further)
-
-    monkeypatch.setattr(GroupsProvider, "proposals", noted)
-    plan = planned(TWO_NODES)
+def test_the_search_looks_only_for_what_is_faster_than_these(searched: tuple[Plan, list[float]]) -> None:
+    plan, asked = searched
     fastest = min(step for name, step in rows(plan).items() if name in ROWS)
     assert fastest <= asked[0] < math.inf  # its step, or its surrogate if that is above

@@ -17,7 +17,6 @@ from unittest import mock
 import numpy as np
 import pytest
 
-from benchmarks.feature_matrix import load
 from cost_models.cluster import ClusterSpec
 from cost_models.layout import Replicate
 from passes.costs.costs import costs_of
@@ -37,6 +36,7 @@ from passes.trace.trace import trace
 from tests.distributed.sharded_models import Gpt, gpt_batch
 from tests.support.every_pipeline import EveryPipeline, Way, undominated
 from tests.support.matrix import thinned
+from tests.support.traced_models import loaded
 
 MOST = 24
 """Combinations of options of each piece's units, beside those at its ends."""
@@ -51,7 +51,7 @@ def graph(name: str) -> OpGraph:
         return trace(Gpt(tied=False, blocks=3), gpt_batch(SAMPLES))
     if name == "tied":
         return trace(Gpt(tied=True, blocks=2), gpt_batch(SAMPLES))
-    return load(name)[1]
+    return loaded(name)[1]
 
 
 def machine(draw: random.Random, memory_bytes: int) -> ClusterSpec:

@@ -7,7 +7,7 @@ from functools import cache
 import numpy as np
 import pytest
 
-from benchmarks.feature_matrix import MODELS, load
+from benchmarks.feature_matrix import MODELS
 from cost_models.cluster import ClusterSpec
 from passes.compile import compile_graph
 from passes.lower.job import Job
@@ -17,6 +17,7 @@ from passes.search.hybrid.recipes.pieces import GroupKind, PieceSearch
 from passes.search.hybrid.recipes.ranges import HELD, STATE
 from passes.search.hybrid.request import HybridRequest
 from tests.support.matrix import thinned
+from tests.support.traced_models import loaded
 
 GROUPS = [(1, 1), (2, 1), (1, 2), (4, 1), (1, 4), (2, 2)]
 """(replicas, devices that share ops)."""
@@ -27,7 +28,7 @@ SAMPLES, COUNT = 16, 4
 
 @cache
 def pieces(model: str) -> Pieces:
-    return pieces_of(load(model)[1])
+    return pieces_of(loaded(model)[1])
 
 
 def table(model: str, group: tuple[int, int]) -> Composed:
@@ -61,7 +62,7 @@ def test_no_lower_table_is_above_an_upper_one(model: str, group: tuple[int, int]
     thinned([(model, name) for model in MODELS for name in ("dgx-h100:1", "local:2")], [("gpt2", "local:2")]),
 )
 def test_no_plan_simulates_below_the_bound(model: str, machine: str) -> None:
-    found = compile_graph(load(model)[1], ClusterSpec.parse(machine), HybridRequest(Job(SAMPLES)))
+    found = compile_graph(loaded(model)[1], ClusterSpec.parse(machine), HybridRequest(Job(SAMPLES)))
     outcome = found.outcome
     bound = outcome.certificate.simulated_lower_bound_seconds
     assert 0 < bound <= outcome.best.step_seconds * (1 + 1e-9)

@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from benchmarks.feature_matrix import load
 from cost_models.cluster import ClusterSpec
 from cost_models.errors import InfeasibleError, UsageError
 from cost_models.op_profile import CostLine, OpTimes
@@ -34,6 +33,7 @@ from passes.search.layer.provider import LayerProvider
 from passes.search.layer.request import LayerRequest, prepare
 from passes.search.outcome import Outcome
 from runtime.schedules import SCHEDULES, peak_bytes
+from tests.support.traced_models import loaded
 from tests.unit.passes.search.layer.toys import ToyCosts, ToyJudge, toy_cluster, toy_graph
 
 BIG = 10**9
@@ -359,7 +359,7 @@ def _facts(simulated: Simulated) -> tuple[object, ...]:
 @pytest.mark.parametrize("last", ["index", "linear"])
 def test_a_zero_bubble_stage_keeps_what_it_received_until_its_weight_halves_have_run(last: str) -> None:
     """Logits; and beside tokens the transposed weights of experts, a view where made and a buffer where received."""
-    graph, cluster, m = load("mixtral")[1], ClusterSpec.parse("dgx-h100:1"), 8
+    graph, cluster, m = loaded("mixtral")[1], ClusterSpec.parse("dgx-h100:1"), 8
     costs = costs_of(graph, cluster)
     request = LayerRequest(Job(16), microbatches=m, schedule="zb-h1", max_stages=2)
     search = prepare(graph, costs, cluster, request)

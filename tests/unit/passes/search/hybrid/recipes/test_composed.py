@@ -9,7 +9,6 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from benchmarks.feature_matrix import load
 from cost_models.arrays import FloatArray
 from cost_models.cluster import ClusterSpec
 from passes.lower.job import Job
@@ -20,11 +19,12 @@ from passes.search.hybrid.recipes.pieces import GroupKind, PieceSearch
 from passes.search.hybrid.recipes.ranges import HELD, STATE
 from passes.search.hybrid.recipes.walk import needed_bytes, seconds_per_step, walk
 from passes.search.words import RecomputeMode
+from tests.support.traced_models import loaded
 
 
 @cache
 def table(model: str) -> Composed:
-    search = PieceSearch(pieces_of(load(model)[1]), ClusterSpec.parse("dgx-h100:1"), frozenset())
+    search = PieceSearch(pieces_of(loaded(model)[1]), ClusterSpec.parse("dgx-h100:1"), frozenset())
     return composed(search, GroupKind((0, 1, 2, 3), 2, 2), Job(16), 4, (1, 2, 4), 1e-3)
 
 

@@ -9,7 +9,6 @@ from functools import cache
 import numpy as np
 import pytest
 
-from benchmarks.feature_matrix import load
 from cost_models.cluster import ClusterSpec
 from passes.costs.costs import costs_of
 from passes.lower.job import Job
@@ -22,6 +21,7 @@ from passes.search.hybrid.recipes.joints import Pieces, pieces_of
 from passes.search.hybrid.recipes.pieces import GroupKind
 from passes.shard.discover import Discovery
 from tests.support.matrix import thinned
+from tests.support.traced_models import loaded
 
 MOST = 1 << 12
 """Combinations of options that are all tried."""
@@ -31,7 +31,7 @@ GROUPS = [GroupKind((0, 1), 1, 2), GroupKind((0, 1, 2, 3), 2, 2)]
 
 @cache
 def pieces_of_model(name: str) -> Pieces:
-    return pieces_of(load(name)[1])
+    return pieces_of(loaded(name)[1])
 
 
 def thin_problem(model: str, seed: int) -> FeatureProblem:

@@ -8,7 +8,6 @@ from itertools import product
 import numpy as np
 import pytest
 
-from benchmarks.feature_matrix import load
 from cost_models.cluster import ClusterSpec
 from passes.lower.job import Job
 from passes.search.hybrid.floors import MANY
@@ -16,6 +15,7 @@ from passes.search.hybrid.recipes.joints import pieces_of
 from passes.search.hybrid.recipes.kept import keeping, kept, used_seconds
 from passes.search.hybrid.recipes.pieces import GroupKind, PieceSearch, Prices
 from tests.support.matrix import thinned
+from tests.support.traced_models import loaded
 
 PRICES = np.array([0.0, 1e-14, 1e-12, 1e-10, 1e-8])
 """Seconds per byte: from where parameters are kept whole to where they are kept in parts."""
@@ -24,7 +24,7 @@ PRICES = np.array([0.0, 1e-14, 1e-12, 1e-10, 1e-8])
 @pytest.mark.parametrize("model", ["gpt2", "t5"])
 @pytest.mark.parametrize(("replicas", "tensor"), thinned([(4, 1), (2, 2), (8, 1), (1, 4)], [(2, 2), (8, 1)]))
 def test_no_recipe_is_below(model: str, replicas: int, tensor: int) -> None:
-    search = PieceSearch(pieces_of(load(model)[1]), ClusterSpec.parse("dgx-h100:1"), frozenset())
+    search = PieceSearch(pieces_of(loaded(model)[1]), ClusterSpec.parse("dgx-h100:1"), frozenset())
     ranks, samples, m = tuple(range(replicas * tensor)), 16, 4
     group, one = GroupKind(ranks, replicas, tensor), GroupKind(ranks[:tensor], 1, tensor)
     free = Prices(np.zeros(1), np.zeros(1))
@@ -43,7 +43,7 @@ def test_no_recipe_is_below(model: str, replicas: int, tensor: int) -> None:
 
 
 def test_dearer_memory_brings_parts() -> None:
-    search = PieceSearch(pieces_of(load("gpt2")[1]), ClusterSpec.parse("dgx-h100:1"), frozenset())
+    search = PieceSearch(pieces_of(loaded("gpt2")[1]), ClusterSpec.parse("dgx-h100:1"), frozenset())
     ways = kept([keeping(search, 1, GroupKind(tuple(range(8)), 8, 1), Job(64), again=False)], 1, 16)
     slope = np.diff(ways.least(4, PRICES)) / np.diff(PRICES)  # bytes of the cheapest ways
     assert (np.diff(slope) <= slope[:-1] * 1e-9).all()
@@ -51,7 +51,7 @@ def test_dearer_memory_brings_parts() -> None:
 
 
 def test_parameters_cost_the_same_whatever_ops_do() -> None:
-    search = PieceSearch(pieces_of(load("t5")[1]), ClusterSpec.parse("dgx-h100:1"), frozenset())
+    search = PieceSearch(pieces_of(loaded("t5")[1]), ClusterSpec.parse("dgx-h100:1"), frozenset())
     kind = len(search.pieces.first) - 1
     every, alone = (
         search.problem(kind, GroupKind((0, 1, 2, 3), 4, 1), Job(64), 4, ops_cost=whole)
@@ -65,7 +65,7 @@ def test_parameters_cost_the_same_whatever_ops_do() -> None:
 
 
 def test_a_class_without_parameters_costs_nothing() -> None:
-    search = PieceSearch(pieces_of(load("gpt2")[1]), ClusterSpec.parse("dgx-h100:1"), frozenset())
+    search = PieceSearch(pieces_of(loaded("gpt2")[1]), ClusterSpec.parse("dgx-h100:1"), frozenset())
     ways = kept([keeping(search, 0, GroupKind((0, 1), 2, 1), Job(64), again=False)], 1, 16)
     none = replace(ways, begins=ways.begins[:0])
     assert (none.least(4, PRICES) == 0).all()
