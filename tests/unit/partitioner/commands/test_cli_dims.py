@@ -30,7 +30,8 @@ def test_what_is_no_dimension_is_refused(text: str) -> None:
 
 
 def test_a_plan_is_made_with_them(capfd: pytest.CaptureFixture[str]) -> None:
-    command = ["plan", "gpt2", "--set", "size=tiny", "--cluster", "local:1", "--batch-size", "4", "--json"]
+    tiny = ["gpt2", "--set", "size=tiny", "--set", "layers=1", "--strategy", "layer"]
+    command = ["plan", *tiny, "--cluster", "local:1", "--batch-size", "4", "--json"]
     fingerprints = []
     for more in ([], ["--dynamic-dims", "input_ids=1", "--dynamic-dims", "labels=1"]):
         assert run_command([*command, *more]) == 0

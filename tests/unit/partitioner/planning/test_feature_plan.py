@@ -136,7 +136,7 @@ class Towers(torch.nn.Module):
 def test_auto_is_hybrid_then_free_and_says_in_two_sentences_why() -> None:
     graph = trace(Towers(), (torch.randn(2, 512),), loss_fn=lambda loss, _: loss)
     plan = partition(
-        graph, ClusterSpec.parse("A100-40GB:2"), batch_size=64, microbatches=1, time_limit_seconds=10
+        graph, ClusterSpec.parse("A100-40GB:2"), batch_size=64, microbatches=1, time_limit_seconds=3
     )
     other = plan.alternatives[0]
     assert {plan.strategy, other.strategy.split(",")[0]} == {"hybrid", "free"}

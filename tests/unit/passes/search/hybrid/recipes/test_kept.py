@@ -21,8 +21,13 @@ PRICES = np.array([0.0, 1e-14, 1e-12, 1e-10, 1e-8])
 """Seconds per byte: from where parameters are kept whole to where they are kept in parts."""
 
 
-@pytest.mark.parametrize("model", ["gpt2", "t5"])
-@pytest.mark.parametrize(("replicas", "tensor"), thinned([(4, 1), (2, 2), (8, 1), (1, 4)], [(2, 2), (8, 1)]))
+@pytest.mark.parametrize(
+    ("model", "replicas", "tensor"),
+    thinned(
+        [(model, *group) for model in ("gpt2", "t5") for group in ((4, 1), (2, 2), (8, 1), (1, 4))],
+        [("t5", 2, 2), ("gpt2", 8, 1)],
+    ),
+)
 def test_no_recipe_is_below(model: str, replicas: int, tensor: int) -> None:
     search = PieceSearch(pieces_of(loaded(model)[1]), ClusterSpec.parse("dgx-h100:1"), frozenset())
     ranks, samples, m = tuple(range(replicas * tensor)), 16, 4
