@@ -139,13 +139,10 @@ class _ProviderRuns:
         return math.inf if self.best is None else max(self.best_seconds, self.best[1].proposal.seconds)
 
     def run(self, provider: Provider[Any], others: int) -> None:
-        """Simulate what a provider proposes: most of the time left to solve, then half of the rest if ``others`` follow.
-
-        Those that come first look at most that the others do, and what they find spares these their time.
-        """
+        """Simulate what a provider proposes: half of the time left to solve, then half of the rest if ``others`` follow."""
         report_phase(provider.words)
-        solve_until = _later(self.deadline, 3 / 4)
-        until = _later(self.deadline, 7 / 8) if others else self.deadline
+        solve_until = _later(self.deadline, 1 / 2)
+        until = _later(self.deadline, 3 / 4) if others else self.deadline
 
         def round_of(number: int, room: float) -> float | None:
             """Simulate what is best with this share of the memory; the share to go on with, if nothing fits."""
