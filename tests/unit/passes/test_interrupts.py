@@ -6,6 +6,7 @@ import itertools
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from functools import cache
 from typing import Any
 from unittest import mock
 
@@ -156,6 +157,14 @@ def families(certificate: Certificate) -> set[str]:
     return {next((name for name in known if option.startswith(name)), "groups") for option in options}
 
 
+SLOW_LINKS = cluster(between=1e5)
+
+
+@cache
+def uninterrupted() -> Compiled:
+    return planned(SLOW_LINKS)
+
+
 @pytest.mark.parametrize(
     ("where", "named"),
     [
@@ -168,11 +177,10 @@ def families(certificate: Certificate) -> set[str]:
 def test_in_the_second_family_the_plan_is_the_first_s_and_claims_no_more_than_was_searched(
     where: Callable[[], Any], named: bool
 ) -> None:
-    slow_links = cluster(between=1e5)
-    whole = planned(slow_links).outcome
+    whole = uninterrupted().outcome
     assert {"single devices", "mesh"} <= families(whole.certificate)
     with where(), best_so_far_kept() as interrupts:
-        found: Compiled = planned(slow_links)
+        found: Compiled = planned(SLOW_LINKS)
     assert interrupts.asked
     certificate = found.outcome.certificate
     assert found.outcome.best.fits
