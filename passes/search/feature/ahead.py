@@ -4,17 +4,18 @@
     beside    the ops from where the step before is read to where this one is: up's beside the norm, down's beside up, …
 
 On the way back the sums of a step's gradients run beside the backward of the same ops. Which parameters are in parts is not
-known where one is looked at: all are taken to be, and a parameter has its part, by size, of what its step runs beside. The
-first step that there is begins beside nothing: the first of each kind of steps is taken to be it. Of a piece of a model, of
-which n are alike, all bear this in equal shares, and what is before its first step is taken to be what is behind its last.
+known where one is looked at: all are taken to be, and a parameter has its part, by size, of what its step runs beside; but
+for small ones beside large ones, which are gathered by themselves where these are whole. The first step that there is
+begins beside nothing: the first of each kind of steps is taken to be it. Of a piece of a model, of which n are alike, all
+bear this in equal shares, and what is before its first step is taken to be what is behind its last.
 
     hidden = (1 − 1/(n·k)) · (hidden_seconds(g, C) + hidden_seconds(h, D))
         g, h   seconds of its gather, and of what runs back         n   pieces alike
         C, D   of its part of these ops on one rank                 k   steps of its kind in a piece
 
-Gradients that are summed once per step and by themselves (``passes.shard.state.ALONE_BYTES``) are so beside all of the last
-micro-batch's backward, each beside its part by size. The step starts those of a first stage in it
-(``runtime.program.early``), others while the stages before are at theirs.
+Gradients that are summed once per step and by themselves (``passes.shard.state.ALONE_BYTES``) are so beside the last
+micro-batch's backward, each beside its part by size, or what is left once it is there. The step starts those of a first
+stage in it (``runtime.program.early``), others while the stages before are at theirs.
 """
 
 from __future__ import annotations
@@ -28,8 +29,9 @@ import numpy as np
 
 from cost_models.arrays import FloatArray
 from passes.costs.costs import GraphCosts
-from passes.graph.graph import OpGraph, once_per_graph
+from passes.graph.graph import OpGraph, once_per_graph, tensor_specs
 from passes.search.recomputed import Recomputed
+from passes.shard.state import ALONE_BYTES
 
 _StepKind: TypeAlias = tuple[tuple[tuple[int, int], ...], tuple[int, ...]]
 """Equal for steps that are alike: the ops that they run beside, as ``ComputedBeside`` has them, and their parameters'
@@ -57,7 +59,7 @@ class ComputedBeside:
 def computed_beside(again: Recomputed) -> dict[str, ComputedBeside]:
     """Return what runs beside the gather of each parameter that one op reads, by the parameter's node."""
     graph, region_of = again.graph, again.region_of
-    position = {node.name: index for index, node in enumerate(graph.ops)}
+    position = _positions(graph)
     begin = dict[int, int]()
     for name, region in region_of.items():
         begin[region] = min(position[name], begin.get(region, len(position)))
@@ -82,16 +84,44 @@ def computed_beside(again: Recomputed) -> dict[str, ComputedBeside]:
         seen.add(kind)
         ops, sizes = kind
         if ops and often:
-            parts = zip(steps[end], sizes, strict=True)
-            found |= {name: ComputedBeside(own / max(sum(sizes), 1), ops, often) for name, own in parts}
+            large = [name for name in steps[end] if _bytes(graph, name) >= ALONE_BYTES] or steps[end]
+            own = {name: size for name, size in zip(steps[end], sizes, strict=True) if name in large}
+            whole = max(sum(own.values()), 1)
+            found |= {name: ComputedBeside(size / whole, ops, often) for name, size in own.items()}
     return found
 
 
+def backward_beside(graph: OpGraph, parameter: str, backward: FloatArray) -> float:
+    """Return the seconds of a step's last backward beside which the gradient of a parameter is summed by itself.
+
+    ``parameter``: its node; ``backward``: [ops] ``shared_seconds``. What other parts compute before a part counts as left.
+    """
+    own = graph.parameters[graph.input_of[parameter].name].elements / _trained_elements(graph)
+    if any(given.kind == "value" for given in graph.inputs):
+        return own * float(backward.sum())
+    position = _positions(graph)
+    first = min(
+        (position[user.name] for user in graph.nodes[parameter].users if user.name in position), default=0
+    )
+    return min(own * float(backward.sum()), float(backward[:first].sum()))
+
+
 @once_per_graph
-def trained_elements(graph: OpGraph) -> int:
+def _trained_elements(graph: OpGraph) -> int:
     """Return the number of elements of all parameters that have a gradient."""
     trained = (i for i in graph.inputs if i.kind == "parameter" and i.node in graph.needs_grad)
     return sum(graph.parameters[given.name].elements for given in trained)
+
+
+@once_per_graph
+def _positions(graph: OpGraph) -> dict[str, int]:
+    return {node.name: index for index, node in enumerate(graph.ops)}
+
+
+def _bytes(graph: OpGraph, parameter: str) -> int:
+    """Return the size of a parameter, by its node, as ops read it."""
+    (spec,) = tensor_specs(graph.nodes[parameter])
+    return graph.parameters[graph.input_of[parameter].name].elements * spec.dtype.itemsize
 
 
 def _first_alike(costs: GraphCosts) -> list[int]:

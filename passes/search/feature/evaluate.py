@@ -32,7 +32,7 @@ from cost_models.layout import Partial, Placement, Replicate, Shard
 from passes.costs.backward_peak import backward_work
 from passes.costs.costs import GraphCosts
 from passes.graph.graph import OpGraph, tensor_specs
-from passes.search.feature.ahead import ComputedBeside, computed_beside, trained_elements
+from passes.search.feature.ahead import ComputedBeside, backward_beside, computed_beside
 from passes.search.feature.bridges import gather_ahead, steps_between, summed_beside
 from passes.search.feature.graph import ValueName, kept_operands, makes_values, value_name
 from passes.search.feature.options import bytes_of, parts_of, placements_of, storage_share
@@ -384,8 +384,7 @@ class WholeGraph:
             )
             own_seconds, own_bytes, sums = parameter.costs(self.links, self.setting, together_bytes)
             if sums:
-                backward = float(self._shared_seconds[1].sum())
-                backward *= graph.parameters[given.name].elements / trained_elements(graph)
+                backward = backward_beside(graph, node.name, self._shared_seconds[1])
                 own_seconds -= float(hidden_seconds(sums, backward, self._contention))
             seconds += own_seconds
             held += own_bytes

@@ -27,7 +27,7 @@ from cost_models.conversion import local_share
 from cost_models.devices import Device
 from cost_models.layout import Mesh, Placement, Replicate, Shard
 from passes.costs.backward_peak import backward_work
-from passes.search.feature.ahead import ComputedBeside, trained_elements
+from passes.search.feature.ahead import ComputedBeside, backward_beside
 from passes.search.feature.bridges import Bridges, BridgeTable
 from passes.search.feature.codes import DEFERRED, combine, needs_of
 from passes.search.feature.graph import FeatureGraph, Unit, Wire
@@ -157,10 +157,9 @@ class FeatureProblem:
     def beside_backward(self, parameter: Unit, sums: FloatArray) -> FloatArray:
         """Seconds per step in which the last backward goes on while the gradient of a parameter is summed, in each way to
         keep it. ``sums``: seconds of one such sum."""
-        graph = self.space.graph
-        part = graph.parameters[graph.input_of[parameter.name].name].elements / trained_elements(graph)
-        backward = float(self._shared_seconds[1].sum())
-        return hidden_seconds(sums, backward * part, self.contention)
+        graph, (_, backward) = self.space.graph, self._shared_seconds
+        each = np.array([backward_beside(graph, name, backward) for name in parameter.members])
+        return np.asarray(hidden_seconds(sums[:, None], each, self.contention).mean(axis=1))
 
     @cached_property
     def _shared_seconds(self) -> tuple[FloatArray, FloatArray]:

@@ -37,6 +37,11 @@ SIMULATED_FIRST = 3
 """Pipelines of the least surrogates that always are simulated, so that so many are looked for. Measured: the surrogate
 ranks the best among its first three on Llama-8B and 70B on 64 H100 and, but for 0.2%, on GPT-3 175B on 1,024."""
 
+FIRST = 64
+"""Steps after which options are carried to their ends one by one, until one is solved: hundreds of thousands of options of
+unlike devices have bounds below the best, and no time may be left. By hand; none at all is too few on 16,384 devices, where
+each is solved in seconds, and the first ones are poor."""
+
 PATIENCE = 32
 """Options without a pipeline that fits after which the time limit ends a search that has found nothing. By hand: small
 limits wait for a first plan, which most jobs have among the first few; a search of thousands of options does not go on for
@@ -94,11 +99,7 @@ def survey(
 
 
 class _OptionQueue:
-    """Options by their bounds, of five ranks; the option of the least bound gets the next, or is solved.
-
-    Until one is solved, it gets all of them in turn: hundreds of thousands of options of unlike devices have bounds below
-    the best, and no time may be left for it.
-    """
+    """Options by their bounds, of five ranks; the option of the least bound gets the next, or is solved."""
 
     def __init__(
         self, search: GroupSearch, options: Sequence[GroupOption], room: float, known_seconds: float
@@ -118,7 +119,7 @@ class _OptionQueue:
         self._staged: dict[int, Staged[Composed]] = {}
         self._now: tuple[float, int, int] | None = None
         """The option at work, which is not among the open ones meanwhile."""
-        self._solved = 0
+        self._steps = self._solved = 0
         self._unfit: list[tuple[float, int, int]] = []
         """Options in which nothing fits while nothing is found in any. They are open again once something is."""
 
@@ -156,14 +157,15 @@ class _OptionQueue:
 
     @phase("program")
     def advance(self) -> None:
-        """Refine the open option of the lowest bound, or the one at work."""
+        """Refine the open option of the lowest bound; after ``FIRST`` steps in vain, the same to its end."""
+        self._steps += 1
         now = self._now = self._now or heapq.heappop(self._open)
         further, self._now = self._further(*now), None
         if further is None or further[0] == math.inf:
             self.bounds.append((self.options[now[1]], (further or now)[0]))
         elif further == now:
             self._unfit.append(further)
-        elif self.found or further[0] >= self.cutoff_seconds:
+        elif self.found or self._steps <= FIRST or further[0] >= self.cutoff_seconds:
             heapq.heappush(self._open, further)
         else:
             self._now = further
