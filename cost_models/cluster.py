@@ -10,6 +10,7 @@ The keys of a file are in docs/01-hardware.md; the sections' models in ``cost_mo
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
@@ -285,6 +286,13 @@ class ClusterSpec(Section):
                 [f"{self.name} has ranks 0 to {self.world_size - 1}"],
             )
         return self._topology.path(a, b)
+
+    @property
+    def usd_per_hour(self) -> float | None:
+        """The price of all nodes; None if that of one is not known."""
+        prices = [(entry.resolved().usd_per_hour, len(entry.names())) for entry in self.nodes]
+        known = [price * count for price, count in prices if price is not None]
+        return math.fsum(known) if len(known) == len(prices) else None
 
     @property
     def calibrated(self) -> bool:

@@ -179,6 +179,7 @@ Efficiency = Annotated[
     BeforeValidator(_efficiency),
     WithJsonSchema({"anyOf": [{"type": "number"}, {"type": "object"}], "examples": [0.6]}),
 ]
+UsdPerHour = Annotated[float, Field(ge=0, le=1e6, allow_inf_nan=False)]
 TextField = Annotated[str, Field(min_length=1, max_length=200)]
 CountField = Annotated[int, Field(strict=True, ge=1, le=65536)]
 IndexField = Annotated[int, Field(strict=True, ge=0, le=65535)]

@@ -34,6 +34,7 @@ from cost_models.spec.fields import (
     Section,
     SizeField,
     TextField,
+    UsdPerHour,
     expand_names,
     expected,
     known_name,
@@ -210,6 +211,8 @@ class NodeSpec(Section):
     device: Annotated[DeviceSpec, short_form("preset")] | None = None
     links: NodeLinksField | None = None
     host_memory: SizeField | None = None
+    usd_per_hour: UsdPerHour | None = None
+    """The price of one such node."""
     replicas: CountField = 1
 
     def resolved(self) -> NodeSpec:

@@ -37,6 +37,16 @@ def test_rank_r_is_the_rth_device_in_file_order() -> None:
     assert cluster.devices[3].memory_bytes - cluster.devices[4].memory_bytes == 2**30
 
 
+def test_prices_add_up_where_all_are_known() -> None:
+    node = {"name": "b[0-2]", "device": "V100-32GB", "usd_per_hour": 3.5}
+    data = {
+        "nodes": [{"name": "a", "device": "V100-32GB", "usd_per_hour": 0}, node],
+        "network": "Ethernet-25G",
+    }
+    assert ClusterSpec.from_dict(data).usd_per_hour == 10.5
+    assert ClusterSpec.from_dict(TWO_KINDS).usd_per_hour is None
+
+
 def test_the_machines_of_the_command_line() -> None:
     cluster = ClusterSpec.parse("dgx-h100:8")
     assert cluster == ClusterSpec.preset("dgx-h100", nodes=8)
