@@ -4,7 +4,7 @@
     cluster.devices[9].memory_bytes                 # rank r is the r-th device in file order
     cluster.path(0, 9).transfer_seconds(2**20)      # latency + bytes / narrowest link
 
-The keys of a file are in docs/01-hardware.md; the sections' models in ``cost_models.spec.sections``.
+The keys of a file are in docs/01-hardware.md; the sections' models in ``cost_models.spec.sections`` and ``wiring``.
 """
 
 from __future__ import annotations
@@ -36,7 +36,8 @@ from cost_models.spec.fields import Section, TextField, did_you_mean, expected, 
 from cost_models.spec.presets import DEVICE_LINKS, DEVICES, MACHINE_NETWORKS, MACHINES
 from cost_models.spec.provenance import DEFAULTS, RateOrigin, origin_of
 from cost_models.spec.rates import MeasuredRates, with_rates
-from cost_models.spec.sections import GPU_CONTENTION, DeviceSpec, HostSpec, NetworkSpec, NodeSpec
+from cost_models.spec.sections import GPU_CONTENTION, DeviceSpec, HostSpec, NodeSpec
+from cost_models.spec.wiring import NetworkSpec
 from cost_models.topology import NodeWiring, Topology
 from cost_models.units import format_bandwidth, format_bytes, format_flops_rate, format_seconds, parse_bytes
 

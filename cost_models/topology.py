@@ -27,7 +27,7 @@ import networkx as nx
 
 from cost_models.links import SAME_DEVICE, Link, Path
 from cost_models.spec.checks import graph_ends
-from cost_models.spec.sections import Duplex, LinkSpec, NetworkSpec, NodeLinks
+from cost_models.spec.wiring import Duplex, LinkSpec, NetworkSpec, NodeLinks
 
 Ways: TypeAlias = tuple[Link, Link]
 """The two directions of a wire; the same link twice if it is half-duplex."""

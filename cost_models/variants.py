@@ -15,7 +15,8 @@ from cost_models.links import Link, Path
 from cost_models.measure.calibration import Calibration
 from cost_models.measure.fit import fit
 from cost_models.spec.presets import MACHINE_NETWORKS
-from cost_models.spec.sections import DeviceSpec, NetworkSpec, NodeSpec
+from cost_models.spec.sections import DeviceSpec, NodeSpec
+from cost_models.spec.wiring import NetworkSpec
 
 
 def calibrated(

@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Container, Iterable
 
 from cost_models.spec.fields import Problem, did_you_mean
-from cost_models.spec.sections import NetworkSpec, NodeSpec
+from cost_models.spec.sections import NodeSpec
+from cost_models.spec.wiring import NetworkSpec
 from cost_models.units import listed
 
 MAX_DEVICES = 65536

@@ -24,7 +24,8 @@ from cost_models.errors import ClusterError
 from cost_models.spec.checks import cluster_problems
 from cost_models.spec.document import Document, Location, key_path
 from cost_models.spec.fields import FIELDS_ONLY, Problem, did_you_mean
-from cost_models.spec.sections import NetworkSpec, NodeSpec
+from cost_models.spec.sections import NodeSpec
+from cost_models.spec.wiring import NetworkSpec
 from cost_models.units import show
 
 _ROUNDS = 10

@@ -252,3 +252,17 @@ def _spans(text: str) -> list[tuple[int, int, int]]:
             raise ValueError("a range that counts up")
         spans.append((first, last, len(match[1])))
     return spans
+
+
+def _names(value: object) -> object:
+    if not isinstance(value, str):
+        hint = " (quote it)" if isinstance(value, int | float | bool) else ""
+        raise expected(f"a name{hint}", value)
+    try:
+        expand_names(value)
+    except ValueError as error:
+        raise expected(str(error), value) from None
+    return value
+
+
+NodeNames = Annotated[str, BeforeValidator(_names)]

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from cost_models.op_profile import OpTimes
-from cost_models.spec.sections import HostSpec, LinkSpec, NodeSpec
+from cost_models.spec.sections import HostSpec, NodeSpec
+from cost_models.spec.wiring import LinkSpec
 
 
 @dataclass(frozen=True)

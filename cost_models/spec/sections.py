@@ -6,7 +6,6 @@ A section keeps what was written; ``resolved`` fills in what its preset supplies
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterable
 from typing import Annotated, Any, Literal, Self
 
@@ -16,7 +15,6 @@ from pydantic import (
     PlainSerializer,
     ValidationInfo,
     WithJsonSchema,
-    field_serializer,
     model_validator,
 )
 
@@ -27,7 +25,7 @@ from cost_models.spec.fields import (
     CountField,
     Efficiency,
     Flops,
-    IndexField,
+    NodeNames,
     Problem,
     ReservedSize,
     Seconds,
@@ -42,24 +40,9 @@ from cost_models.spec.fields import (
     short_form,
     whole,
 )
-from cost_models.spec.presets import DEVICES, LINKS, MACHINES, STACKS, efficiency_of
-from cost_models.units import BANDWIDTH_EXPECTED, SECONDS_EXPECTED, SIZE_EXPECTED, format_bytes, listed, show
-
-Duplex = Literal["full", "half"]
-
-
-def _names(value: object) -> object:
-    if not isinstance(value, str):
-        hint = " (quote it)" if isinstance(value, int | float | bool) else ""
-        raise expected(f"a name{hint}", value)
-    try:
-        expand_names(value)
-    except ValueError as error:
-        raise expected(str(error), value) from None
-    return value
-
-
-NodeNames = Annotated[str, BeforeValidator(_names)]
+from cost_models.spec.presets import DEVICES, MACHINES, STACKS, efficiency_of
+from cost_models.spec.wiring import NodeLinksField, pair_problems
+from cost_models.units import BANDWIDTH_EXPECTED, SIZE_EXPECTED, format_bytes, show
 
 
 def _op_times(value: object) -> object:
@@ -142,65 +125,6 @@ class DeviceSpec(Section):
         return found
 
 
-class LinkSpec(Section):
-    """A link: a preset, or bandwidth and latency."""
-
-    preset: Annotated[str | None, known_name(LINKS, "a link")] = None
-    bandwidth: Bandwidth | None = None
-    latency: Seconds | None = None
-    duplex: Duplex | None = None
-    in_network: Bandwidth | None = None
-    """Bytes per second at which the switch behind ``links.default`` sums by itself (NVLink SHARP)."""
-
-    @model_validator(mode="after")
-    def _complete(self, info: ValidationInfo) -> Self:
-        if whole(info) and (found := _missing_rates(self)):
-            raise problems_error(found)
-        return self
-
-    def summing(self) -> float:
-        """Return the bytes per second at which the switch sums, the preset's filled in; 0 where it does not."""
-        if self.in_network is None and self.preset is not None:
-            return LinkSpec.model_validate(LINKS[self.preset]).in_network or 0.0
-        return self.in_network or 0.0
-
-    def resolved(self) -> tuple[float, float, Duplex]:
-        """Return (bytes per second, seconds, duplex), the preset's values filled in."""
-        bandwidth, latency, duplex = self.bandwidth, self.latency, self.duplex
-        if self.preset is not None:
-            base = LinkSpec.model_validate(LINKS[self.preset])
-            bandwidth = base.bandwidth if bandwidth is None else bandwidth
-            latency = base.latency if latency is None else latency
-            duplex = duplex or base.duplex
-        assert bandwidth is not None  # validated: no link is without
-        assert latency is not None
-        return bandwidth, latency, duplex or "full"
-
-
-LinkField = Annotated[LinkSpec, short_form("preset")]
-
-
-class PairSpec(LinkSpec):
-    """A wire of its own between two devices of a node."""
-
-    between: tuple[IndexField, IndexField]
-
-    @field_serializer("between")
-    def _as_list(self, between: tuple[int, int]) -> list[int]:
-        return list(between)
-
-
-class NodeLinks(Section):
-    """``links`` of a node. ``default``: each device's port; ``pairs``: wires of their own; ``host``: to the cards."""
-
-    default: LinkField | None = None
-    pairs: tuple[PairSpec, ...] = ()
-    host: LinkField | None = None
-
-
-NodeLinksField = Annotated[NodeLinks, short_form("default")]
-
-
 class NodeSpec(Section):
     """One entry of ``nodes``: one node, or as many as its name's ranges or ``replicas`` say."""
 
@@ -261,36 +185,7 @@ def _node_problems(node: NodeSpec) -> Iterable[Problem]:
     else:
         yield from ((f"device.{key}", text) for key, text in full.device.problems())
     if full.links is not None:
-        yield from ((f"links.{key}", text) for key, text in _pair_problems(full.links, full.count or 1))
-
-
-def _pair_problems(links: NodeLinks, count: int) -> Iterable[Problem]:
-    seen: dict[frozenset[int], int] = {}
-    for i, pair in enumerate(links.pairs):
-        a, b = pair.between
-        key = frozenset(pair.between)
-        if a == b:
-            yield f"pairs[{i}].between", f"expected two devices, got {a} twice"
-        elif max(a, b) >= count:
-            yield (
-                f"pairs[{i}].between",
-                f"expected indices below the node's count of {count}, got {max(a, b)}",
-            )
-        elif key in seen:
-            yield (
-                f"pairs[{i}].between",
-                f"expected each pair once, got {a} and {b} also in pairs[{seen[key]}]",
-            )
-        seen.setdefault(key, i)
-    # Bounded: a thousand devices without a default would be half a million missing pairs.
-    if links.default is None and count <= 1024:
-        missing = [p for p in itertools.combinations(range(count), 2) if frozenset(p) not in seen]
-        if missing:
-            shown = listed((f"{a}-{b}" for a, b in missing), 4)
-            yield (
-                "default",
-                f"expected a link for the pairs that have none of their own ({shown}), got nothing",
-            )
+        yield from ((f"links.{key}", text) for key, text in pair_problems(full.links, full.count or 1))
 
 
 GPU_CONTENTION = 1.35
@@ -328,73 +223,6 @@ class HostSpec(Section):
     receive_overhead: Seconds = 0.0
     collectives: tuple[CollectiveSpec, ...] = ()
     """Measured collectives of workers of one machine; others, and those of GPUs, go by their links."""
-
-
-class SwitchSpec(Section):
-    """A switch. What passes it upwards (or across, at the top) is its members' total / ``oversubscription``."""
-
-    name: TextField
-    members: tuple[NodeNames, ...] = Field(min_length=1)
-    oversubscription: float = Field(default=1.0, ge=1.0, le=1e6, allow_inf_nan=False)
-    latency: Seconds = 0.0
-
-    def member_names(self) -> tuple[str, ...]:
-        """List the members, ranges expanded."""
-        return tuple(name for text in self.members for name in expand_names(text))
-
-
-class GraphLink(LinkSpec):
-    """An edge of an explicit link graph between nodes, devices (``node:index``) and switches (any other name)."""
-
-    a: TextField
-    b: TextField
-
-
-class NetworkSpec(LinkSpec):
-    """``network``: cards of one kind behind switches, or an explicit link graph (``links``). Itself one card's link."""
-
-    per: Literal["node", "device"] | None = None
-    cards: CountField | None = None
-    switches: tuple[SwitchSpec, ...] = ()
-    links: tuple[GraphLink, ...] = ()
-
-    @model_validator(mode="after")
-    def _complete(self, info: ValidationInfo) -> Self:
-        found: list[Problem] = []
-        if self.links:
-            others = ("preset", "bandwidth", "latency", "duplex", "per", "cards", "switches")
-            found += [
-                (key, "expected nothing beside an explicit link graph (network.links)")
-                for key in others
-                if getattr(self, key)
-            ]
-        else:
-            found += _missing_rates(self)
-        if self.per is not None and self.cards is not None:
-            found.append(("cards", 'expected either "per" or "cards", got both'))
-        if found and whole(info):
-            raise problems_error(found)
-        return self
-
-    def cards_of(self, count: int) -> int:
-        """Return the number of network cards of a node with ``count`` devices: one per device unless told otherwise."""
-        if self.cards is not None:
-            return min(self.cards, count)
-        return 1 if self.per == "node" else count
-
-
-def _missing_rates(link: LinkSpec) -> list[Problem]:
-    if link.preset is not None:
-        return []
-    needed = {
-        "bandwidth": (link.bandwidth, BANDWIDTH_EXPECTED),
-        "latency": (link.latency, SECONDS_EXPECTED),
-    }
-    return [
-        (key, f"expected {what} (or a preset), got nothing")
-        for key, (value, what) in needed.items()
-        if value is None
-    ]
 
 
 def _written(section: Section) -> dict[str, Any]:

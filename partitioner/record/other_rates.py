@@ -13,7 +13,7 @@ from typing import Any
 from cost_models.cluster import ClusterSpec
 from cost_models.conversion import group_links
 from cost_models.spec.rates import MeasuredRates
-from cost_models.spec.sections import LinkSpec
+from cost_models.spec.wiring import LinkSpec
 from partitioner.record.data import PlanData
 from partitioner.record.records import Stage
 from runtime.mesh.ranks_along import JOINT, all_ranks_along

@@ -8,7 +8,8 @@ import torch
 from cost_models.cluster import ClusterSpec
 from cost_models.devices import RATE_NAMES
 from cost_models.spec.presets import DEVICE_LINKS, DEVICES, LINKS, MACHINE_NETWORKS, MACHINES
-from cost_models.spec.sections import DeviceSpec, LinkSpec, NetworkSpec, NodeSpec
+from cost_models.spec.sections import DeviceSpec, NodeSpec
+from cost_models.spec.wiring import LinkSpec, NetworkSpec
 
 NOMINAL_GB = {
     "V100-16GB": 16,
