@@ -179,17 +179,17 @@ def additive_seconds(phase: PhaseSeconds, device: ComputeDevice) -> FloatArray:
 
 
 OPTIMIZER_PASSES: Mapping[str, int] = MappingProxyType(
-    {"sgd": 3, "momentum": 8, "adam": 18, "adamw": 20, "amsgrad": 21}
+    {"sgd": 3, "momentum": 8, "adam": 18, "adamw": 20, "fused-adamw": 7, "amsgrad": 21}
 )
 """Times that the bytes of the trained parameters are read or written by ``torch.optim`` with ``foreach``, its default on
 GPUs: the operands and results of the kernels of ``_multi_tensor_sgd`` and ``_multi_tensor_adam``. AdamW: decay 2, first
-moment 3, second 2 + 3, its root 2, two kernels on that 4, update 4. Fused ones: 7."""
+moment 3, second 2 + 3, its root 2, two kernels on that 4, update 4. The one kernel of ``fused=True`` reads 4, writes 3."""
 OPTIMIZER_LAUNCHES: Mapping[str, float] = MappingProxyType(
-    {"sgd": 0.16, "momentum": 0.35, "adam": 1.2, "adamw": 1.2, "amsgrad": 1.2}
+    {"sgd": 0.16, "momentum": 0.35, "adam": 1.2, "adamw": 1.2, "fused-adamw": 0.24, "amsgrad": 1.2}
 )
-"""The host's time for each tensor of parameters in these steps, in launches of an op: 2.3, 5.1, 17.8, 17.3 us beside 14.5
-on an H100's host (``make gpu``, docs/10). It does not pass beside the device's: where there are several ranks, the executor
-waits for that before. One rank does not wait, and is charged it all the same."""
+"""The host's time for each tensor of parameters in these steps, in launches of an op: 2.3, 5.1, 17.8, 17.3, fused 3.6 us
+beside 14.5 on an H100's host (``make gpu``, docs/10). It does not pass beside the device's: where there are several
+ranks, the executor waits for that before. One rank does not wait, and is charged it all the same."""
 
 
 def optimizer_seconds(

@@ -40,6 +40,7 @@ OPTIMIZERS: Mapping[str, OptimizerMemory] = MappingProxyType(
         "momentum": OptimizerMemory(copies=1, step_bytes=0),
         "adam": OptimizerMemory(copies=2, step_bytes=4, update_copies=1),
         "adamw": OptimizerMemory(copies=2, step_bytes=4, update_copies=1),
+        "fused-adamw": OptimizerMemory(copies=2, step_bytes=4),
         "amsgrad": OptimizerMemory(copies=3, step_bytes=4, update_copies=1),
     }
 )

@@ -39,6 +39,7 @@ MAKE: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "momentum": partial(torch.optim.SGD, momentum=0.9),
     "adam": torch.optim.Adam,
     "adamw": torch.optim.AdamW,
+    "fused-adamw": partial(torch.optim.AdamW, fused=True),
     "amsgrad": partial(torch.optim.AdamW, amsgrad=True),
 }
 

@@ -46,7 +46,10 @@ OPTIONS = (
         "else. By default such a batch stays in one piece; batch norm sees micro-batches either way",
     ),
     PlanOption("schedule", "auto, gpipe, 1f1b, interleaved, zb-h1, zb-h2, zb-v, list or list-split"),
-    PlanOption("optimizer_memory", "Whose state is budgeted: none, sgd, momentum, adam, adamw or amsgrad"),
+    PlanOption(
+        "optimizer_memory",
+        "Whose state is budgeted: none, sgd, momentum, adam, adamw, fused-adamw or amsgrad",
+    ),
     PlanOption(
         "precision",
         "Data types of a step",

@@ -2,7 +2,7 @@
 
 The op runs under ``FakeTensorMode``: no memory, no arithmetic, but the true dispatch, so that composite ops fall apart
 into the kernels they really launch, and ``saved_tensors_hooks`` sees what autograd really keeps. (Fake CUDA tensors abort
-the process in backward, so devices differ by the few ops of ``_on_device``, and attention is a table:
+the process in backward, so devices differ by the few ops of ``passes.costs.on_device``, and attention is a table:
 ``cost_models.attention``.)
 """
 
@@ -12,7 +12,7 @@ import contextlib
 import logging
 import math
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeAlias
 
@@ -34,6 +34,7 @@ from cost_models.compute import OpClass, OpWork
 from passes.costs.arithmetic import attention_backward_flops, attention_flops, is_uncounted
 from passes.costs.attention_calls import attention_call
 from passes.costs.kernels import KernelCounter, KernelCounts
+from passes.costs.on_device import on_device
 from passes.costs.opaque import guessed_flops, measured_work
 from passes.graph.nodes import tensors_in
 from passes.graph.signatures import Signature, concrete, concrete_arguments
@@ -213,7 +214,7 @@ class _FakeRun:
         args, kwargs = concrete_arguments(self._signature.exemplar, operands, self._symbols)
         if isinstance(self._signature.target, Opaque):
             return self._signature.target.run(args)
-        op = _on_device(self._signature.target, self._device_kind, args)
+        op = on_device(self._signature.target, self._device_kind, args)
         node: Any = self._signature.exemplar
         return (shaped(node.args[0], node.args[2], op) if node.target is run_local else op)(*args, **kwargs)
 
@@ -359,17 +360,6 @@ def _estimate(signature: Signature, symbols: Mapping[sympy.Symbol, int]) -> OpPr
 def _sizes(specs: Sequence[TensorSpec], symbols: Mapping[sympy.Symbol, int]) -> list[int]:
     """Count bytes of each tensor."""
     return [math.prod(concrete(d, symbols) for d in spec.shape) * spec.dtype.itemsize for spec in specs]
-
-
-def _on_device(target: Any, device_kind: str, args: Sequence[Any]) -> Callable[..., Any]:
-    """Return the op as the target device runs it, if that differs in what autograd keeps.
-
-    CUDA's dropout is one kernel that keeps a boolean mask; the CPU's keeps the scaled noise in the input's type.
-    """
-    if device_kind == "cuda" and target is aten.dropout.default and args[2] and 0 < args[1] < 1:
-        return lambda x, p, train: aten.native_dropout.default(x, p, train)[0]
-    op: Callable[..., Any] = target
-    return op
 
 
 def _one_attention(backend: str | None) -> Any:

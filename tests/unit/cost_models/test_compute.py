@@ -118,6 +118,7 @@ def test_the_optimizer_is_bound_by_memory():
     assert optimizer_seconds(StateBytes(parameters=1_000), StandIn()) == 0  # nothing trained, nothing moved
     seconds = [optimizer_seconds(adam, StandIn(kind), "adamw") for kind in ("cuda", "cpu")]
     assert seconds == pytest.approx([20 * 800 / 1e9, 7 * 800 / 1e9])
+    assert optimizer_seconds(adam, StandIn("cuda"), "fused-adamw") == pytest.approx(7 * 800 / 1e9)
     host = optimizer_seconds(adam, StandIn("cuda"), "adamw", 10) - seconds[0]
     assert host == pytest.approx(10 * 1.2 * 1e-6)
 

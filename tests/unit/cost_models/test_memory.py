@@ -102,13 +102,16 @@ def test_an_unknown_optimizer_is_refused_with_the_known_ones():
     assert all(name in str(error.value) for name in OPTIMIZERS)
 
 
-@pytest.mark.parametrize(("optimizer", "copies"), [("sgd", 0), ("momentum", 0), ("adam", 1), ("amsgrad", 1)])
-def test_what_foreach_makes_while_it_steps(optimizer, copies):
-    """On a GPU it is the default; here it is asked for."""
+@pytest.mark.parametrize(
+    ("optimizer", "copies"), [("sgd", 0), ("momentum", 0), ("adam", 1), ("amsgrad", 1), ("fused-adamw", 0)]
+)
+def test_what_an_optimizer_makes_while_it_steps(optimizer, copies):
+    """On a GPU foreach is the default; here it is asked for."""
     parameters = [torch.nn.Parameter(torch.ones(1 << 16)) for _ in range(3)]
-    kind = torch.optim.SGD if optimizer in ("sgd", "momentum") else torch.optim.Adam
+    kind = torch.optim.SGD if optimizer in ("sgd", "momentum") else torch.optim.AdamW
     options = {"momentum": {"momentum": 0.9}, "amsgrad": {"amsgrad": True}}.get(optimizer, {})
-    step = kind(parameters, lr=0.1, foreach=True, **options)
+    fused = optimizer == "fused-adamw"
+    step = kind(parameters, lr=0.1, foreach=not fused, fused=fused, **options)
     for parameter in parameters:
         parameter.grad = torch.ones_like(parameter)
     step.step()

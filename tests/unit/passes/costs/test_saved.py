@@ -203,6 +203,26 @@ def test_dropout_keeps_noise_on_a_cpu_and_a_boolean_mask_on_a_gpu():
     assert cost_graph(graph, device_kind="cuda").saved_bytes(every, 16) == 16 * 8
 
 
+class NormOnly(nn.Module):
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.norm = nn.RMSNorm(8, dtype=dtype)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(x.exp()).sum()
+
+
+def test_rms_norm_on_a_gpu_is_one_kernel_each_way_which_keeps_its_input_if_its_weight_has_the_same_type():
+    def costs(weight: torch.dtype) -> GraphCosts:
+        model = NormOnly(weight)
+        return cost_graph(trace(model, {"x": torch.randn(2, 8, dtype=torch.bfloat16)}), device_kind="cuda")
+
+    fused, mixed = costs(torch.bfloat16), costs(torch.float32)
+    norm = next(i for i, name in enumerate(fused.ops) if "norm" in name)
+    assert fused.at(16).forward_launches[norm] == 1 < mixed.at(16).forward_launches[norm]
+    assert fused.saved_bytes([norm], 16) == 16 * (8 * 2 + 4)  # the input, and a root of 32 bits for each row
+
+
 class Recurrent(nn.Module):
     def __init__(self) -> None:
         super().__init__()
