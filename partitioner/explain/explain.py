@@ -56,7 +56,9 @@ def explain_plan(
         return of_layers(plan, name, graph)
     again = regions_of_stages(graph, dict.fromkeys(stage.ops, 0), [stage.recomputed_blocks])
     part_graph = graph if one else part_of(graph, stage.ops, plan.recomputed)
-    part = None if one else PartPlace(stage.devices, shared=frozenset(tied.name for tied in plan.tied))
+    shared = frozenset() if one else frozenset(tied.name for tied in plan.tied)
+    everywhere = one and len(stage.devices) == plan.cluster.world_size
+    part = None if everywhere else PartPlace(stage.devices, shared=shared)
     explained = _of_shards(plan, stage, stage.sharding, name, part_graph, again[0] if again else (), part)
     if one:
         return explained

@@ -5,13 +5,14 @@
 
 On the way back the sums of a step's gradients run beside the backward of the same ops. Which parameters are in parts is not
 known where one is looked at: all are taken to be, and a parameter has its part, by size, of what its step runs beside; but
-for small ones beside large ones, which are gathered by themselves where these are whole. The first step that there is
-begins beside nothing: the first of each kind of steps is taken to be it. Of a piece of a model, of which n are alike, all
-bear this in equal shares, and what is before its first step is taken to be what is behind its last.
+for small ones beside large ones, which are gathered by themselves where these are whole, and for steps of vectors alone
+(norms): other steps reach back past them, as vectors are whole wherever memory allows. The first step that there is
+begins beside nothing. Which that is depends on which are in parts, so all k steps bear it in equal shares, and those of all
+pieces of a model that are alike; what is before the first is taken to be what is behind the last.
 
     hidden = (1 − 1/(n·k)) · (hidden_seconds(g, C) + hidden_seconds(h, D))
-        g, h   seconds of its gather, and of what runs back         n   pieces alike
-        C, D   of its part of these ops on one rank                 k   steps of its kind in a piece
+        g, h   seconds of its gather, and of what runs back         n   pieces alike; 1: a whole model
+        C, D   of its part of these ops on one rank                 k   steps in a piece
 
 Gradients that are summed once per step and by themselves (``passes.shard.state.ALONE_BYTES``) are so beside the last
 micro-batch's backward, each beside its part by size, or what is left once it is there. The step starts those of a first
@@ -21,9 +22,9 @@ stage in it (``runtime.program.early``), others while the stages before are at t
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections import Counter
 from dataclasses import dataclass
-from typing import TypeAlias
 
 import numpy as np
 
@@ -32,10 +33,6 @@ from passes.costs.costs import GraphCosts
 from passes.graph.graph import OpGraph, once_per_graph, tensor_specs
 from passes.search.recomputed import Recomputed
 from passes.shard.state import ALONE_BYTES
-
-_StepKind: TypeAlias = tuple[tuple[tuple[int, int], ...], tuple[int, ...]]
-"""Equal for steps that are alike: the ops that they run beside, as ``ComputedBeside`` has them, and their parameters'
-elements."""
 
 
 @dataclass(frozen=True)
@@ -71,23 +68,20 @@ def computed_beside(again: Recomputed) -> dict[str, ComputedBeside]:
             if reader in position:
                 at = begin[region_of[reader]] if reader in region_of else position[reader]
                 steps.setdefault(at, []).append(given.node)
-    begins, first_of, kinds = sorted(steps), _first_alike(again.costs), list[_StepKind]()
-    for number, end in enumerate(begins):
-        before = begins[-1] - len(position) if again.alike else end
-        start = begins[number - 1] if number else before
-        between = Counter(first_of[at] for at in range(start, end))
-        elements = (graph.parameters[graph.input_of[name].name].elements for name in steps[end])
-        kinds.append((tuple(sorted(between.items())), tuple(elements)))
-    number_of, seen, found = Counter(kinds), set[_StepKind](), dict[str, ComputedBeside]()
-    for end, kind in zip(begins, kinds, strict=True):
-        often = 1 - 1 / (again.alike * number_of[kind]) if again.alike else float(kind in seen)
-        seen.add(kind)
-        ops, sizes = kind
-        if ops and often:
+    begins, first_of, found = sorted(steps), _first_alike(again.costs), dict[str, ComputedBeside]()
+    often = 1 - 1 / max(len(begins) * max(again.alike, 1), 1)
+    with_matrix = {at for at, names in steps.items() if not all(_is_vector(graph, name) for name in names)}
+    matrices = sorted(with_matrix)
+    for end in begins:
+        known = matrices if end in with_matrix else begins
+        number = bisect_left(known, end)
+        before = known[number - 1] if number else known[-1] - len(position)
+        between = Counter(first_of[at] for at in range(before, end))
+        if between and often:
             large = [name for name in steps[end] if _bytes(graph, name) >= ALONE_BYTES] or steps[end]
-            own = {name: size for name, size in zip(steps[end], sizes, strict=True) if name in large}
-            whole = max(sum(own.values()), 1)
-            found |= {name: ComputedBeside(size / whole, ops, often) for name, size in own.items()}
+            elements = {name: graph.parameters[graph.input_of[name].name].elements for name in large}
+            whole, ops = max(sum(elements.values()), 1), tuple(sorted(between.items()))
+            found |= {name: ComputedBeside(own / whole, ops, often) for name, own in elements.items()}
     return found
 
 
@@ -116,6 +110,11 @@ def _trained_elements(graph: OpGraph) -> int:
 @once_per_graph
 def _positions(graph: OpGraph) -> dict[str, int]:
     return {node.name: index for index, node in enumerate(graph.ops)}
+
+
+def _is_vector(graph: OpGraph, parameter: str) -> bool:
+    (spec,) = tensor_specs(graph.nodes[parameter])
+    return len(spec.shape) < 2
 
 
 def _bytes(graph: OpGraph, parameter: str) -> int:

@@ -20,13 +20,13 @@ WIDTH = int((ALONE_BYTES / 4) ** 0.5) + 1
 
 
 class Tied(nn.Module):
-    """Equal blocks between an embedding and the same as the last layer."""
+    """Equal blocks, each behind a norm, between an embedding and the same as the last layer."""
 
     def __init__(self, blocks: int) -> None:
         super().__init__()
         self.first = nn.Linear(WIDTH, WIDTH, bias=False)
         self.blocks = nn.Sequential(
-            *(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU()) for _ in range(blocks))
+            *(nn.Sequential(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH), nn.GELU()) for _ in range(blocks))
         )
 
     def forward(self, x: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
@@ -47,23 +47,29 @@ def test_a_gradient_that_is_there_last_is_summed_beside_nothing() -> None:
     found = {name: backward_beside(graph, node, backward) for name, node in names.items()}
     elements = {name: graph.parameters[name].elements for name in names}
     assert found["first.weight"] == 0.0
-    share = elements["blocks.2.0.weight"] / sum(elements.values())
-    assert found["blocks.2.0.weight"] == pytest.approx(share * len(graph.ops))
-    assert found["blocks.0.0.weight"] == 1.0  # the first layer alone is before it
+    share = elements["blocks.2.1.weight"] / sum(elements.values())
+    assert found["blocks.2.1.weight"] == pytest.approx(share * len(graph.ops))
+    assert found["blocks.0.1.weight"] == 2.0  # the first layer and the norm are before it
 
 
 @pytest.mark.parametrize("alike", [0, 1, 3])
 def test_small_parameters_beside_large_ones_have_no_part(alike: int) -> None:
-    """Of a whole model the first of its kind is beside nothing; of pieces alike, each in equal shares."""
+    """One step of all is beside nothing, and each bears its share: two of each block, of each piece alike."""
     graph = graph_of(4)
     costs = costs_of(graph, ClusterSpec.parse("local:2"))
     found = computed_beside(Recomputed(graph, costs, alike=alike))
     names = {given.node: given.name for given in graph.inputs}
-    weights = [f"blocks.{block}.0.weight" for block in range(4)]
-    assert not [name for name in map(names.get, found) if name is not None and name.endswith("bias")]
-    assert {own.part for own in found.values()} == {1.0}
-    often = {names[node]: own.often for node, own in found.items()}
-    if alike:
-        assert [often[name] for name in weights[1:]] == [pytest.approx(1 - 1 / (3 * alike))] * 3
-    else:
-        assert [often.get(name) for name in weights] == [None, None, 1.0, 1.0]
+    of = {names[node]: own for node, own in found.items()}
+    assert not [name for name in of if name.endswith("1.bias")]
+    assert {of[f"blocks.{block}.1.weight"].part for block in range(4)} == {1.0}
+    assert list({own.often for own in of.values()}) == [pytest.approx(1 - 1 / (8 * max(alike, 1)))]
+
+
+def test_layers_reach_back_past_norms() -> None:
+    """What a layer's parameters run beside begins where the layer before begins; a norm's own, there too."""
+    graph = graph_of(2)
+    found = computed_beside(Recomputed(graph, costs_of(graph, ClusterSpec.parse("local:2"))))
+    names = {given.node: given.name for given in graph.inputs}
+    count = {names[node]: sum(often for _, often in own.ops) for node, own in found.items()}
+    assert count["blocks.1.1.weight"] == 3  # the layer before, its GELU, the norm
+    assert count["blocks.1.0.weight"] == 2  # the layer before and its GELU
