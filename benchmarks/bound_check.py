@@ -114,7 +114,7 @@ def _compare(outcome: Outcome, judge: Judge, tally: Tally, where: str) -> None:
     ).sharded.values():
         size = judge.job.batch_size // outcome.best.candidate.microbatches
         local = own.graph
-        kind = judge.cluster.devices[0].kind
+        kind = judge.cluster.devices[0].counted_as
         units = size // local.batch.multiple
         part = counted_work(local, cost_graph(local, device_kind=kind, only_size=units), units)
         whole_work = counted_work(judge.graph, judge.costs, size)

@@ -25,7 +25,7 @@ import torch.distributed as dist
 from cost_models.cluster import ClusterSpec
 from cost_models.measure.calibration import Calibration
 from cost_models.precision import Precision
-from cost_models.spec.presets import DEVICES
+from cost_models.spec.presets import DEVICES, is_called
 from cost_models.variants import calibrated
 from examples.mlp import mlp
 from examples.unet import unet
@@ -106,7 +106,7 @@ def preset_of(card: str, memory_bytes: int) -> str | None:
     found = {
         name: ClusterSpec.one_node(name, 1).nodes[0].resolved().device
         for name, data in DEVICES.items()
-        if data["kind"] == "cuda" and name.partition("-")[0].lower() in card.replace(" ", "").lower()
+        if data["kind"] == "cuda" and is_called(name, card)
     }
     sizes = {name: device.resolved().memory or 0 for name, device in found.items() if device is not None}
     near = {

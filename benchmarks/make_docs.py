@@ -2,6 +2,7 @@
 
 docs/*.schema.json                                  the JSON Schemas of plans, clusters and cost graphs
 docs/architecture.md, between ROOMS and END         the table of rooms: purposes from their ``__init__.py``, modules
+docs/presets.md, between TABLES and TABLES_END      devices, links and machines by name, with sources
 ```console blocks of docs/09-plan-and-cli.md        commands (``$ …``) are run, what they print is put below them
 
     python -m benchmarks.make_docs           all of it
@@ -24,6 +25,7 @@ from typing import Any
 
 from pydantic import BaseModel
 
+from benchmarks.preset_tables import preset_tables
 from benchmarks.room_table import room_table
 from benchmarks.rooms import read_house
 from cost_models.cluster import ClusterSpec
@@ -35,6 +37,8 @@ ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"
 PAGE = DOCS / "09-plan-and-cli.md"
 ARCHITECTURE = DOCS / "architecture.md"
+PRESETS = DOCS / "presets.md"
+TABLES, TABLES_END = "<!-- presets: made by `make generated` -->", "<!-- end of presets -->"
 ROOMS, END = "<!-- rooms: made by `make generated` -->", "<!-- end of rooms -->"
 SHORT_FORMS = ("DeviceSpec", "LinkSpec", "NodeLinks", "NetworkSpec")
 """Mappings that a cluster file may write as the name of a preset."""
@@ -87,11 +91,17 @@ def files() -> dict[Path, str]:
         "graph-plan.schema.json": graph_plan_schema(),
     }
     found = {DOCS / name: json.dumps(schema, indent=1) + "\n" for name, schema in schemas.items()}
-    before, _, rest = ARCHITECTURE.read_text().partition(ROOMS)
     return {
         **found,
-        ARCHITECTURE: f"{before}{ROOMS}\n{room_table(read_house())}\n{END}{rest.partition(END)[2]}",
+        ARCHITECTURE: _between(ARCHITECTURE, ROOMS, room_table(read_house()), END),
+        PRESETS: _between(PRESETS, TABLES, preset_tables(), TABLES_END),
     }
+
+
+def _between(path: Path, begin: str, text: str, end: str) -> str:
+    """Return the page with ``text`` between two of its lines."""
+    before, _, rest = path.read_text().partition(begin)
+    return f"{before}{begin}\n{text}\n{end}{rest.partition(end)[2]}"
 
 
 def with_output(page: str) -> str:

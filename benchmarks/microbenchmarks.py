@@ -4,8 +4,8 @@
 
 ``benchmarks/data/`` holds the tables, with the source of every row. Times of collectives are NCCL's: those of nccl-tests
 out of place, and on the H200 the payload over ``algbw`` of stas00's all-reduce benchmark. They are predicted for all ranks
-of the machines' presets. Times of products are cuBLAS's, again and again on the same operands; each is predicted as one
-kernel of the device's preset.
+of the machines' presets; so are single bus bandwidths of many machines. Times of products are cuBLAS's, again and again on
+the same operands; each is predicted as one kernel of the device's preset.
 """
 
 from __future__ import annotations
@@ -83,6 +83,21 @@ def collectives() -> list[Curve]:
     return [Curve(name, tuple(points)) for name, points in found.items()]
 
 
+def bus_bandwidths() -> list[Curve]:
+    """Predict published bus bandwidths of all-reduces: those that the presets of links are made from, and the others."""
+    found: dict[str, list[Point]] = {"yes": [], "no": []}
+    for row in _rows("bus_bandwidths.csv"):
+        cluster, size = ClusterSpec.parse(row["cluster"]), int(row["bytes"])
+        ranks = cluster.world_size
+        moved = 2 * (ranks - 1) / ranks * size
+        seconds = group_links([range(ranks)], cluster).seconds("all_reduce", size)
+        name = f"{row['cluster']}, {_bytes(size)}"
+        measured = moved / (float(row["gigabytes_per_second"]) * 1e9)
+        found[row["in_presets"]].append(Point(name, size, measured, seconds))
+    names = {"yes": "all_reduce, rows of the presets", "no": "all_reduce, other rows"}
+    return [Curve(names[key], tuple(points)) for key, points in found.items()]
+
+
 def products() -> list[Curve]:
     """Predict the products' rows."""
     found: dict[str, list[Point]] = {}
@@ -140,7 +155,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--plot", type=Path, help="draw the collectives into this SVG file")
     options = parser.parse_args(arguments)
     sent, multiplied = collectives(), products()
-    print("\n".join(report([*sent, *multiplied], brief=options.brief)))
+    print("\n".join(report([*sent, *bus_bandwidths(), *multiplied], brief=options.brief)))
     if options.plot:
         one = [curve for curve in sent if curve.name.endswith(" x 8")]
         more = [curve for curve in sent if curve not in one]

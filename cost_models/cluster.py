@@ -1,6 +1,6 @@
 """``ClusterSpec``: the hardware a model is planned for.
 
-    cluster = ClusterSpec.load("cluster.yaml")      # or .preset("dgx-h100", nodes=8), .local(2), .parse("dgx-h100:8")
+    cluster = ClusterSpec.load("cluster.yaml")      # or .parse("dgx-h100:8"), .preset("dgx-h100", nodes=8), .local(2)
     cluster.devices[9].memory_bytes                 # rank r is the r-th device in file order
     cluster.path(0, 9).transfer_seconds(2**20)      # latency + bytes / narrowest link
 
@@ -23,7 +23,7 @@ import yaml
 from pydantic import ConfigDict, Field, ValidationError, model_validator
 
 from cost_models import host
-from cost_models.devices import DEFAULT_EFFICIENCY, Device, DeviceKind, Rates
+from cost_models.devices import DEFAULT_EFFICIENCY, Device, DeviceKind, Rates, counted_kind
 from cost_models.errors import ClusterError
 from cost_models.links import Link, Path
 from cost_models.measure.fit import worker_rates
@@ -36,10 +36,14 @@ from cost_models.spec.fields import Section, TextField, did_you_mean, expected, 
 from cost_models.spec.presets import DEVICE_LINKS, DEVICES, MACHINE_NETWORKS, MACHINES
 from cost_models.spec.provenance import DEFAULTS, RateOrigin, origin_of
 from cost_models.spec.rates import MeasuredRates, with_rates
-from cost_models.spec.sections import GPU_CONTENTION, DeviceSpec, HostSpec, NodeSpec
+from cost_models.spec.sections import GPU_CONTENTION, DeviceSpec, HostSpec, NodeSpec, bare_name
 from cost_models.spec.wiring import NetworkSpec
 from cost_models.topology import NodeWiring, Topology
 from cost_models.units import format_bandwidth, format_bytes, format_flops_rate, format_seconds, parse_bytes
+
+_WHERE_LISTED = (
+    f"docs/presets.md lists the {len(DEVICES)} devices and {len(MACHINES)} machines that there are"
+)
 
 __all__ = ["DEFAULTS", "ClusterSpec", "Device", "DeviceKind", "MeasuredRates", "Rates"]
 
@@ -92,13 +96,13 @@ class ClusterSpec(Section):
         if name not in MACHINES:
             raise ClusterError(
                 f'there is no machine preset "{name}"{did_you_mean(name, MACHINES)}',
-                [f"there are {', '.join(MACHINES)}"],
+                [_WHERE_LISTED],
                 [f'for devices in one machine: ClusterSpec.parse("{name}:8")'] if name in DEVICES else [],
             )
         _check_count(nodes, "nodes")
         data: dict[str, Any] = {
             "name": f"{name}:{nodes}",
-            "nodes": [{"name": name, "preset": name, "replicas": nodes}],
+            "nodes": [{"name": bare_name(name), "preset": name, "replicas": nodes}],
         }
         if nodes > 1:
             data["network"] = MACHINE_NETWORKS[name]
@@ -109,8 +113,7 @@ class ClusterSpec(Section):
         """Make a cluster of ``count`` devices of a kind (``H100-80GB``) in one machine, joined as they usually are."""
         if device not in DEVICES:
             raise ClusterError(
-                f'there is no device preset "{device}"{did_you_mean(device, DEVICES)}',
-                [f"there are {', '.join(DEVICES)}"],
+                f'there is no device preset "{device}"{did_you_mean(device, DEVICES)}', [_WHERE_LISTED]
             )
         _check_count(count, "devices")
         node = {"name": "node", "count": count, "device": device, "links": DEVICE_LINKS[device]}
@@ -154,29 +157,32 @@ class ClusterSpec(Section):
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """Read a command line's words: a file, ``dgx-h100:8`` (machines), ``H100-80GB:4`` (devices) or ``local:2``."""
-        name, _, count_text = text.partition(":")
+        """Read a command line's words: a file, machines (``dgx-h100:8``, ``aws:p5.48xlarge:4``), devices or ``local:2``.
+
+        ``H100-80GB:4`` is four devices in one machine.
+        """
+        name, colon, count_text = text.rpartition(":")
+        if not colon or text in MACHINES:
+            name, count_text = text, "" if text == "local" else "1"
         if name == "local" or name in MACHINES or name in DEVICES:
-            if not (count_text.isascii() and count_text.isdecimal() and len(count_text) < 9) and (
-                ":" in text or name == "local"
-            ):
+            if not (count_text.isascii() and count_text.isdecimal() and len(count_text) < 9):
                 raise ClusterError(
                     f'cannot read the cluster "{text}"', [f'expected a number, as in "{name}:2"']
                 )
-            count = int(count_text or 1)
+            count = int(count_text)
             if name == "local":
                 return cls.local(count)
             return cls.preset(name, count) if name in MACHINES else cls.one_node(name, count)
         if FilePath(text).suffix in (".yaml", ".yml", ".json") or os.path.exists(text):
             return cls.load(text)
-        known = [*MACHINES, *DEVICES, "local"]
         raise ClusterError(
-            f'there is no cluster "{text}"{did_you_mean(name, known)}',
+            f'there is no cluster "{text}"{did_you_mean(name, [*DEVICES, *MACHINES, "local"])}',
             ["it is neither a file nor a preset"],
             [
-                f"a machine, with how many of them: {', '.join(f'{machine}:2' for machine in MACHINES)}",
-                f"a device, with how many in one machine: {', '.join(DEVICES)}",
+                "a machine or cloud instance, with how many of them: dgx-h100:2, aws:p5.48xlarge:4",
+                "a device, with how many in one machine: H100-80GB:8, RTX4090:2",
                 "local:2 for CPU workers on this machine, or the path of a YAML or JSON file",
+                _WHERE_LISTED,
             ],
         )
 
@@ -213,7 +219,7 @@ class ClusterSpec(Section):
         """Factor by which computes of these ranks slow down while transfers of theirs are under way."""
         if self.host_costs.contention is not None:
             return self.host_costs.contention
-        return GPU_CONTENTION if any(self.devices[rank].kind == "cuda" for rank in ranks) else 1.0
+        return GPU_CONTENTION if any(self.devices[rank].counted_as == "cuda" for rank in ranks) else 1.0
 
     @cached_property
     def _hash(self) -> int:
@@ -384,6 +390,6 @@ def _device(node: NodeSpec) -> Device:
         flops_per_second=Rates(full.flops),
         launch_overhead_seconds=full.launch_overhead or 0.0,
         kernel_overhead_seconds=full.kernel_overhead or 0.0,
-        efficiency=Rates({**DEFAULT_EFFICIENCY[kind], **(full.efficiency or {})}),
+        efficiency=Rates({**DEFAULT_EFFICIENCY[counted_kind(kind)], **(full.efficiency or {})}),
         op_times=full.op_times,
     )

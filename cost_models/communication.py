@@ -18,6 +18,8 @@ The arithmetic of a reduction is not counted: it is bound by the same memory the
 
 from __future__ import annotations
 
+import math
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeAlias
@@ -25,7 +27,7 @@ from typing import TYPE_CHECKING, TypeAlias
 import numpy as np
 
 from cost_models.arrays import FloatArray
-from cost_models.links import Path, least_fair_rate
+from cost_models.links import Path, RingRates, least_fair_rate
 
 if TYPE_CHECKING:
     from cost_models.cluster import ClusterSpec  # imports torch, which takes seconds
@@ -119,6 +121,26 @@ def hidden_seconds(
 
 
 def slowest_hop(rings: Sequence[Sequence[int]], cluster: ClusterSpec) -> AlphaBeta:
-    """Find the hop that paces the rings while all of them run: largest latency, smallest fair share of bandwidth."""
-    paths = [cluster.path(a, b) for ring in rings for a, b in zip(ring, [*ring[1:], ring[0]], strict=True)]
-    return AlphaBeta(max(path.latency_seconds for path in paths), least_fair_rate(paths, cluster.links))
+    """Find the hop that paces the rings while all of them run: largest latency, smallest fair share of bandwidth.
+
+    Inside machines of which it is known what rings of so many devices reach (``RingRates``), that counts instead.
+    """
+    latency, rates = 0.0, [math.inf]
+    free: list[Path] = []
+    known: dict[int, RingRates] = {}
+    talking: dict[int, set[int]] = {}
+    for ring in rings:
+        inside = Counter(cluster.devices[rank].node for rank in ring)
+        for a, b in zip(ring, [*ring[1:], ring[0]], strict=True):
+            path, node = cluster.path(a, b), cluster.devices[a].node
+            latency = max(latency, path.latency_seconds)
+            reached = cluster.links[path.links[0]].rings if path.links else None
+            if reached is None or inside[node] < reached.fewest:
+                free.append(path)
+            elif reached.shared:
+                known[node] = reached
+                talking.setdefault(node, set()).update((a, b))
+            else:
+                rates.append(reached.reached(inside[node]))
+    rates += [known[node].reached(len(ranks)) for node, ranks in talking.items()]
+    return AlphaBeta(latency, min(least_fair_rate(free, cluster.links), *rates))

@@ -34,6 +34,7 @@ import torch
 from numpy.typing import NDArray
 
 from cost_models.arrays import FloatArray
+from cost_models.devices import CountedKind
 from cost_models.memory import StateBytes
 from cost_models.op_profile import CostLine, OpTimes
 
@@ -54,7 +55,7 @@ class ComputeDevice(Protocol):
     """The part of a device that the compute model reads; ``cost_models.devices.Device`` is one."""
 
     @property
-    def kind(self) -> Literal["cuda", "cpu"]: ...
+    def counted_as(self) -> CountedKind: ...
     @property
     def memory_bandwidth_bytes_per_second(self) -> float: ...
     @property
@@ -118,7 +119,7 @@ def kernel_seconds(
         computing = computing / np.where(
             np.asarray(share) > MOST_ALIGNED_SHARE, device.efficiency["unaligned"], 1.0
         )
-    kernel: FloatArray = computing + memory if device.kind == "cuda" else np.maximum(computing, memory)
+    kernel: FloatArray = computing + memory if device.counted_as == "cuda" else np.maximum(computing, memory)
     return kernel
 
 
@@ -134,13 +135,11 @@ def arithmetic_rate(device: ComputeDevice, dtype: torch.dtype, op_class: OpClass
     """Return the FLOP/s that a class of op, not "memory", reaches on a device."""
     peak = class_peak_flops(device, dtype, op_class)
     narrower = peak != device.peak_flops(dtype)
-    name = "conv" if narrower else efficiency_name(device.kind, op_class, dtype, backward)
+    name = "conv" if narrower else efficiency_name(device.counted_as, op_class, dtype, backward)
     return peak * device.efficiency[name]
 
 
-def efficiency_name(
-    kind: Literal["cuda", "cpu"], op_class: OpClass, dtype: torch.dtype, backward: bool
-) -> str:
+def efficiency_name(kind: CountedKind, op_class: OpClass, dtype: torch.dtype, backward: bool) -> str:
     """Return the key of ``ComputeDevice.efficiency`` that bounds the arithmetic of a class of op."""
     if op_class == "attention":
         return "attention_backward" if backward else op_class
@@ -164,7 +163,7 @@ def segment_seconds(phase: PhaseSeconds, device: ComputeDevice, ops: IndexArray 
     kernel = phase.kernel if ops is None else phase.kernel[ops]
     launch = phase.launch if ops is None else phase.launch[ops]
     kernels, launches = float(kernel.sum()), float(launch.sum())
-    return max(kernels, launches) if device.kind == "cuda" else kernels + launches
+    return max(kernels, launches) if device.counted_as == "cuda" else kernels + launches
 
 
 def additive_seconds(phase: PhaseSeconds, device: ComputeDevice) -> FloatArray:
@@ -173,7 +172,7 @@ def additive_seconds(phase: PhaseSeconds, device: ComputeDevice) -> FloatArray:
     On a GPU whichever of launching and running bounds the whole is charged to each op. For a part of the model the
     sum is then at most the part's own ``segment_seconds``, and equal to it when the same side bounds both.
     """
-    if device.kind != "cuda":
+    if device.counted_as != "cuda":
         return phase.kernel + phase.launch
     return phase.kernel if phase.kernel.sum() >= phase.launch.sum() else phase.launch
 
@@ -212,7 +211,7 @@ def optimizer_seconds(
     if isinstance(measured, CostLine):
         step = tensors * measured.overhead_seconds + state.trained * measured.seconds_per_byte
         return step + state.cast / bandwidth
-    passes = OPTIMIZER_PASSES.get(optimizer or "") if device.kind == "cuda" else None
+    passes = OPTIMIZER_PASSES.get(optimizer or "") if device.counted_as == "cuda" else None
     if passes is None:
         return (3 * state.trained + 2 * state.optimizer_state + state.cast) / bandwidth
     host = tensors * OPTIMIZER_LAUNCHES[optimizer or ""] * device.launch_overhead_seconds

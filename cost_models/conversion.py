@@ -286,7 +286,7 @@ def _group_links(groups: tuple[tuple[int, ...], ...], cluster: ClusterSpec) -> A
     ring = slowest_hop(members_of, cluster)
     split = [_by_node(group, cluster) for group in members_of]
     widths = {len(members) for nodes in split for members in nodes}
-    with_gpus = all(cluster.devices[rank].kind == "cuda" for group in groups for rank in group)
+    with_gpus = all(cluster.devices[rank].counted_as == "cuda" for group in groups for rank in group)
     if len(widths) != 1 or widths in ({1}, {size}):
         gpus = GpuLinks(1, size, between=ring) if widths == {1} else GpuLinks(size, 1, ring)
         if widths == {size}:

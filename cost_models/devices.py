@@ -11,7 +11,19 @@ import torch
 from cost_models.errors import ClusterError
 from cost_models.op_profile import OpTimes
 
-DeviceKind: TypeAlias = Literal["cuda", "cpu"]
+DeviceKind: TypeAlias = Literal["cuda", "cpu", "rocm", "xpu", "mps", "hpu", "tpu"]
+"""The kinds as torch calls them, but for AMD's GPUs, which it calls ``cuda`` too."""
+CountedKind: TypeAlias = Literal["cuda", "cpu"]
+"""The kinds whose costs have formulas of their own."""
+
+
+def counted_kind(kind: DeviceKind) -> CountedKind:
+    """Return the kind whose formulas count a device's costs: accelerators of all makers are counted as CUDA devices."""
+    return "cpu" if kind == "cpu" else "cuda"
+
+
+RUN_KINDS: frozenset[DeviceKind] = frozenset({"cuda", "cpu"})
+"""The kinds that plans were run on. Plans for the others are predictions: nothing of them was run or measured."""
 
 RATE_NAMES = ("float64", "float32", "tf32", "bfloat16", "float16", "float8")
 """Keys of ``flops`` in a cluster file. ``tf32`` is a way to multiply float32, not a dtype."""
@@ -21,7 +33,7 @@ EFFICIENCY_NAMES = ("matmul", "attention", "attention_backward", "conv", "vector
 float32 and float64, where a GPU's peak is that of its plain cores and easier to reach. ``unaligned``: the part of "matmul"
 that is left where rows do not begin at multiples of 16 bytes, beside what that costs an A100."""
 
-DEFAULT_EFFICIENCY: Mapping[DeviceKind, Mapping[str, float]] = {
+DEFAULT_EFFICIENCY: Mapping[CountedKind, Mapping[str, float]] = {
     # Rules of thumb, not measurements of your machine: calibrate to replace them.
     # matmul: cuBLAS reaches 0.7-0.8 of the dense tensor-core peak on large matrices (A100, H100).
     # attention: FlashAttention-2 reports 0.5-0.73 on A100 (Dao 2023, arXiv:2307.08691), less on H100; backward four fifths.
@@ -118,6 +130,11 @@ class Device:
     """Part of the peak that is reached, in (0, 1], per kind of kernel (``EFFICIENCY_NAMES``)."""
     op_times: OpTimes | None = None
     """Measured seconds by kind of op, where calibrated: they replace the roofline for these kinds."""
+
+    @property
+    def counted_as(self) -> CountedKind:
+        """The kind whose formulas count its costs."""
+        return counted_kind(self.kind)
 
     @property
     def speed_alone(self) -> Device:

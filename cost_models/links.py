@@ -15,6 +15,28 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
+
+@dataclass(frozen=True, slots=True)
+class RingRates:
+    """The bytes per second that collectives inside a machine reach, where they are not the bandwidth of its links."""
+
+    rates: tuple[tuple[int, float], ...]
+    """(devices that take part, bytes per second), by rising devices."""
+    shared: bool
+    """True where all devices of a machine that talk count, as they share its host; False where each ring counts alone."""
+
+    @property
+    def fewest(self) -> int:
+        """The least number of devices in a ring that the rates are for; fewer have what their links give them."""
+        return self.rates[0][0]
+
+    def reached(self, devices: int) -> float:
+        """Return what a ring reaches where so many talk: linear between the known numbers, constant beyond the last."""
+        known, rates = zip(*self.rates, strict=True)
+        return float(np.interp(devices, known, rates))
+
 
 @dataclass(frozen=True, slots=True)
 class Link:
@@ -25,6 +47,8 @@ class Link:
     latency_seconds: float
     in_network_bytes_per_second: float = 0.0
     """Bytes per second at which the switch behind a port sums what all its devices hold; 0 where it does not."""
+    rings: RingRates | None = None
+    """The rates that collectives over such links of a machine reach; None where the bandwidths say them."""
 
 
 @dataclass(frozen=True, slots=True)

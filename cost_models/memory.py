@@ -9,8 +9,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
 from types import MappingProxyType
-from typing import Literal, TypeAlias
+from typing import TypeAlias
 
+from cost_models.devices import CountedKind
 from cost_models.errors import UsageError
 from cost_models.precision import ParameterPrecision
 
@@ -100,7 +101,7 @@ def state_bytes(parameters: Iterable[ParameterCount], optimizer: str) -> StateBy
     return StateBytes(held, gradients, state, owners, trained, cast)
 
 
-def update_bytes(state: StateBytes, kind: Literal["cuda", "cpu"], optimizer: str) -> int:
+def update_bytes(state: StateBytes, kind: CountedKind, optimizer: str) -> int:
     """Count the bytes that ``torch.optim`` holds on top of ``state`` while it updates parameters.
 
     On a CPU it updates one parameter after the other, and what it makes for one is not counted.

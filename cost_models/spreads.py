@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from cost_models.devices import DeviceKind
+from cost_models.devices import CountedKind
 from cost_models.intervals import PlanKind, RateSource, Spread
 
 STEP_SECONDS: Mapping[tuple[PlanKind, RateSource], Spread] = {
@@ -25,7 +25,7 @@ STEP_SECONDS: Mapping[tuple[PlanKind, RateSource], Spread] = {
     ("sharded", "presets"): Spread(center=0.0405, scale=0.1139, freedom=5, runs=0, sources=0),
 }
 
-PEAK_BYTES: Mapping[DeviceKind, Spread] = {
+PEAK_BYTES: Mapping[CountedKind, Spread] = {
     "cuda": Spread(center=0.0706, scale=0.1152, freedom=3, runs=10, sources=2),
     "cpu": Spread(center=-0.0151, scale=0.0528, freedom=10, runs=48, sources=9),
 }

@@ -3,7 +3,7 @@
 Names of links (what transfers compete for):
 
     dgx00/port3/out dgx00/port3/in    the port of device 3 into its node's switch (``links.default``)
-    dgx00/wire0-3/out …/in            a wire of its own between two devices (``links.pairs``); out is low → high
+    dgx00/wire0-3/out …/in            a wire of its own between two devices (``links.pairs``, a mesh); out is low → high
     dgx00/host3/out …/in              from device 3 to the network cards (``links.host``)
     dgx00/nic3/out  dgx00/nic3/in     a network card
     leaf0/up  leaf0/down              what passes a switch upwards and back
@@ -20,12 +20,12 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeAlias
 
 import networkx as nx
 
-from cost_models.links import SAME_DEVICE, Link, Path
+from cost_models.links import SAME_DEVICE, Link, Path, RingRates
 from cost_models.spec.checks import graph_ends
 from cost_models.spec.wiring import Duplex, LinkSpec, NetworkSpec, NodeLinks
 
@@ -83,27 +83,35 @@ class Topology:
     # Inside a node
 
     def _ports_of(self, node: NodeWiring) -> tuple[Ways, ...]:
-        if node.links is None or node.links.default is None or node.count == 1:
+        default = _default(node)
+        if default is None or default.mesh or node.count == 1:
             return ()
-        bandwidth, latency, duplex = node.links.default.resolved()
-        summing = node.links.default.summing()
-        return tuple(
-            self.add(f"{node.name}/port{i}", bandwidth, latency / 2, duplex, in_network=summing)
-            for i in range(node.count)
-        )
+        bandwidth, latency, duplex = default.resolved()
+        like = Link("", bandwidth, latency / 2, default.in_network or 0.0, _rings(default))
+        return tuple(self.add(f"{node.name}/port{i}", like, duplex) for i in range(node.count))
 
     def _wires_of(self, node: NodeWiring) -> dict[tuple[int, int], Ways]:
         wires: dict[tuple[int, int], Ways] = {}
+        default = _default(node)
+        rings = None if default is None else _rings(default)
         for pair in node.links.pairs if node.links is not None else ():
             low, high = sorted(pair.between)
-            wires[low, high] = self.add(f"{node.name}/wire{low}-{high}", *pair.resolved())
+            wires[low, high] = self._wire(f"{node.name}/wire{low}-{high}", pair, rings)
+        if default is not None and default.mesh:
+            for low, high in itertools.combinations(range(node.count), 2):
+                if (low, high) not in wires:
+                    wires[low, high] = self._wire(f"{node.name}/wire{low}-{high}", default, rings)
         return wires
+
+    def _wire(self, name: str, spec: LinkSpec, rings: RingRates | None = None) -> Ways:
+        bandwidth, latency, duplex = spec.resolved()
+        return self.add(name, Link("", bandwidth, latency, rings=rings), duplex)
 
     def _host_links_of(self, node: NodeWiring) -> tuple[Ways, ...]:
         host: LinkSpec | None = node.links.host if node.links is not None else None
         if host is None:
             return ()
-        return tuple(self.add(f"{node.name}/host{i}", *host.resolved()) for i in range(node.count))
+        return tuple(self._wire(f"{node.name}/host{i}", host) for i in range(node.count))
 
     # ----------------------------------------------------------------------------------------------
     # Between nodes
@@ -113,19 +121,19 @@ class Topology:
             return _GraphNetwork(self, self._nodes, network)
         return _SwitchedNetwork(self, self._nodes, network)
 
-    def add(
-        self,
-        name: str,
-        bandwidth: float,
-        latency: float,
-        duplex: Duplex,
-        ways: tuple[str, str] = ("out", "in"),
-        in_network: float = 0.0,
-    ) -> Ways:
-        """Register a wire; returns its two directions."""
+    def add(self, name: str, like: Link, duplex: Duplex, ways: tuple[str, str] = ("out", "in")) -> Ways:
+        """Register a wire whose directions are ``like`` this link but for the name; returns them."""
         ids = [f"{name}/{way}" for way in ways] if duplex == "full" else [name, name]
-        there, back = (self.links.setdefault(i, Link(i, bandwidth, latency, in_network)) for i in ids)
+        there, back = (self.links.setdefault(i, replace(like, id=i)) for i in ids)
         return there, back
+
+
+def _default(node: NodeWiring) -> LinkSpec | None:
+    return None if node.links is None or node.links.default is None else node.links.default.filled()
+
+
+def _rings(link: LinkSpec) -> RingRates | None:
+    return RingRates(tuple(sorted(link.rings.items())), shared=not link.mesh) if link.rings else None
 
 
 class _SwitchedNetwork:
@@ -141,7 +149,7 @@ class _SwitchedNetwork:
         bandwidth, latency, duplex = network.resolved()
         for node in nodes:
             self._cards[node.name] = tuple(
-                topology.add(f"{node.name}/nic{c}", bandwidth, latency / 2, duplex)
+                topology.add(f"{node.name}/nic{c}", Link("", bandwidth, latency / 2), duplex)
                 for c in range(network.cards_of(node.count))
             )
         self._add_switches(topology, network, bandwidth, duplex)
@@ -163,7 +171,7 @@ class _SwitchedNetwork:
 
         for name, switch in switches.items():
             if name in self._parent or len(tops) > 1:  # several tops meet in an ideal core
-                wire = topology.add(name, capacity(name), switch.latency, duplex, ("up", "down"))
+                wire = topology.add(name, Link("", capacity(name), switch.latency), duplex, ("up", "down"))
                 self._uplinks[name] = wire
             elif switch.oversubscription > 1 or switch.latency > 0:
                 # The top switch has nothing above it: its ratio limits what passes across it.

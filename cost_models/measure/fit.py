@@ -121,7 +121,7 @@ def _efficiency_of(record: Measurement, phase: str, device: Device) -> str | Non
         return None
     if op_class == "attention" and record.number == "float32":
         return None  # one number stands for all types, and models attend in 16 bits
-    return efficiency_name(device.kind, op_class, _dtype(record), phase == "backward")
+    return efficiency_name(device.counted_as, op_class, _dtype(record), phase == "backward")
 
 
 def _fastest(records: Iterable[Measurement]) -> Iterable[Measurement]:

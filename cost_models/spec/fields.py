@@ -10,7 +10,7 @@ import difflib
 import itertools
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Annotated, Any
 
 from pydantic import (
@@ -73,11 +73,37 @@ def expected(what: str, got: object) -> PydanticCustomError:
     return PydanticCustomError("expected", "{text}", {"text": f"expected {what}, got {show(got)}"})
 
 
+MOST_NEAR = 4
+"""Names that an error offers in the place of one that there is not."""
+MOST_LISTED = 20
+"""Names that an error lists; of more it offers those that are near."""
+
+
 def did_you_mean(name: object, names: Iterable[str]) -> str:
-    """Return ``' (did you mean "H100-80GB"?)'``, or nothing where no name is close."""
-    by_lower = {n.lower(): n for n in names}
-    close = difflib.get_close_matches(str(name).lower(), by_lower, n=1, cutoff=0.5)
-    return f' (did you mean "{by_lower[close[0]]}"?)' if close else ""
+    """Return ``' (did you mean "H100-80GB" or "H100-PCIE-80GB"?)'``, or nothing where no name is close.
+
+    Names that go on as ``name`` begins come first, then those that contain it, without regard to case and separators;
+    else the one that differs least.
+    """
+    by_letters: dict[str, str] = {}
+    for each in names:
+        by_letters.setdefault(_letters(each), each)
+    wanted = _letters(str(name))
+    inside = [letters for letters in by_letters if len(wanted) > 1 and wanted in letters]
+    near = sorted(inside, key=lambda letters: not letters.startswith(wanted))[:MOST_NEAR]
+    near = near or difflib.get_close_matches(wanted, by_letters, n=1, cutoff=0.5)
+    return f" (did you mean {listed_or([by_letters[letters] for letters in near])}?)" if near else ""
+
+
+def _letters(name: str) -> str:
+    """Return a name's letters and digits, in lower case."""
+    return "".join(character for character in name.lower() if character.isalnum())
+
+
+def listed_or(names: Sequence[str]) -> str:
+    """Write ``"a", "b" or "c"``."""
+    *first, last = (f'"{name}"' for name in names)
+    return f"{', '.join(first)} or {last}" if first else last
 
 
 def _reader(
@@ -191,16 +217,15 @@ def short_form(key: str) -> BeforeValidator:
 
 
 def known_name(names: Iterable[str], what: str) -> BeforeValidator:
-    """Accept one of ``names``; raise an error that lists them for anything else."""
+    """Accept one of ``names``; raise an error that lists them, or those near, for anything else."""
     listed = tuple(names)
 
     def check(value: object) -> object:
         if value is not None and value not in listed:
             hint = did_you_mean(value, listed) if isinstance(value, str) else ""
+            known = ", ".join(listed) if len(listed) <= MOST_LISTED else "docs/presets.md lists them"
             raise PydanticCustomError(
-                "preset",
-                "{text}",
-                {"text": f"expected {what} preset ({', '.join(listed)}), got {show(value)}{hint}"},
+                "preset", "{text}", {"text": f"expected {what} preset ({known}), got {show(value)}{hint}"}
             )
         return value
 

@@ -1,290 +1,155 @@
-"""Hardware by name, in the vocabulary of a cluster file. Every number has its source beside it.
+"""Hardware by name, in the vocabulary of a cluster file: the tables beside this file, read once.
 
-Rates are *dense* (data sheets headline the sparse ones, twice as high) and per direction (data sheets add both).
-Memory is what ``torch.cuda.get_device_properties(0).total_memory`` reports, not what the box says;
-``memory_reserved`` is kept free on top: the CUDA context (about 0.5 GiB), NCCL's buffers, fragmentation. It is an
-allowance, not a measurement. ``launch_overhead`` (15 us) is what an eager PyTorch operation with its node of the autograd
-graph takes the host: the mean of forward and backward beside an H100 (``benchmarks/data/h100-80gb.json``, torch 2.11).
-``kernel_overhead``: the smallest products in OpenXLA's table for an H100 take 5.2 us, of which their work is 0.1
-(xla/service/gpu/model/matmul_interpolator_data.h); elementwise kernels take 2 to 3; 4 between them.
+devices.toml     what a device holds and computes, what of its peak is reached, and which link joins several
+links.toml       bandwidth and latency as they are reached, and what rings of several devices reach
+machines.toml    machines and cloud instances: their devices, links, networks and prices
+sources.toml     where the numbers come from: behind each stand the keys of its sources, as in "79.25GiB [mem]"
 
-Sources
-    [V100]  NVIDIA V100 data sheet (2020), SXM2           [A100]  NVIDIA A100 80GB data sheet (2021), SXM
-    [H100]  NVIDIA H100 data sheet (2023), SXM5           [H200]  NVIDIA H200 data sheet (2024), SXM
-    [TX]    GeForce GTX Titan X (Maxwell, 2015) specification; float64 is 1/32 of float32 (GM200)
-    [580]   GeForce GTX 580 (Fermi, 2010) specification with 3 GB; float64 is 1/8 of float32
-    [mem]   "total capacity" in PyTorch's own out-of-memory messages for the card
-    [unchecked]  recalled, not looked up nor measured; the first calibration on such a card should replace it
-    [PCIe]  PCI-SIG base specifications: 16 lanes, after line coding (8b/10b for 2.0, else 128b/130b)
-    [NCCL]  the latency table in NVIDIA/nccl src/graph/tuning.cc, ring, simple protocol: NVLink 3.4 us,
-            PCI 5.7 us, network 9.6 us
-    [RING]  bandwidth that NCCL's rings reach with 1 GiB and more on eight devices (``busbw`` of nccl-tests): V100 129-135
-            (OCI's tutorial), A100 235 (microsoft/superbenchmark's log of Azure NDv4), H100 357-369 (NVIDIA/nccl issue
-            1047, NVIDIA/dgxc-benchmarking with NVLS off). PresetKeys sheets have 150, 300 and 450
-    [SHARP] bytes per second of all-reduces of eight devices that NVSwitch of the third generation sums: 273 (NVIDIA/nccl
-            issue 1455), 275 (a maintainer in NVIDIA/nccl-tests issue 212), 276 (stas00/ml-engineering, 8 x H200)
-    [DGX]   NVIDIA DGX-1, DGX A100 and DGX H100 user guides
-    [XLA]    the table of matrix products in OpenXLA's GPU cost model (xla/service/gpu/model/matmul_interpolator_data.h,
-             2025): 125 shapes of 256 to 4,096 on an H100, short runs: 0.79 of the peak at 4,096
-    [ML]     stas00/ml-engineering, compute/accelerator: best matrix products of warm cards: A100 0.87, H100 0.80; long runs
-             at m = 16,384 reach 0.56 to 0.60 on an H100 (float8_experimental, pull request 100)
-    [COOK]   EleutherAI/cookbook, sizing/results (2023): products on A100 and V100, in steps of 64: 0.81 and 0.71 of the
-             peak at 8,192 x 8,192 x 4,096
-    [FA2]    FlashAttention-2: on A100 0.5 to 0.73 of the peak forward (arXiv 2307.08691); on H100 0.30 to 0.37 forward,
-             0.29 to 0.33 backward (FlashAttention-3, arXiv 2407.08608, figures 5 and 6)
-    [FIT]    fitted on the published runs of llm-foundry of 2023 (``python -m benchmarks.published``): its attention kernels
-             are older than FlashAttention-2
-    [MM32]   float32 products: 51.5 of 67 TFLOP/s (pytorch's and Triton's issues; A100 0.90 to 0.97, V100 0.89)
-    [CONV]   float32 convolutions as torch runs them (tf32, cuDNN 9.19, torch 2.11), 64 to 1,024 channels of an H100: 0.19
-             to 0.41 of the tf32 peak, copies to the order of channels last included (``make gpu``, docs/10)
-    [ODD]    bfloat16 products on an H100 whose rows do not begin at 16 bytes: 0.34 to 0.40 of the speed of others with
-             even, 0.13 to 0.19 with odd numbers of columns (torch 2.11, as above), where an A100 has 0.55 and 0.29
-    [COPY]   copies and elementwise kernels: V100 0.82 to 0.87 of the data sheet's bandwidth, A100 with 40 GB 0.87, with
-             80 GB 0.73 to 0.79, H100 0.78 to 0.90 (BabelStream's threads, mli/transformers-benchmarks, KernelBench)
+A number is verified if all of its sources are. A device without measured efficiencies has those of the device that it is
+said to be like; what was measured of it is mostly its best product, of which it is given ``OF_BEST``.
 """
 
 from __future__ import annotations
 
+import re
+import tomllib
 from collections.abc import Mapping
+from functools import cache
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from cost_models.units import parse_flops
+
 PresetKeys = Mapping[str, Any]
-
-# --------------------------------------------------------------------------------------------------
-# Devices: the keys of ``device`` in a cluster file.
-
-# [A100]; float64 on tensor cores (9.7 without)
-_A100_FLOPS = {"float64": "19.5T", "float32": "19.5T", "tf32": "156T", "bfloat16": "312T", "float16": "312T"}
-# [H100]: the sheet's tensor-core numbers are sparse, these are half; float64 on tensor cores (34 without)
-_H100_FLOPS = {
-    "float64": "67T",
-    "float32": "67T",
-    "tf32": "494.7T",
-    "bfloat16": "989.4T",
-    "float16": "989.4T",
-    "float8": "1978.9T",
-}
-
-DEVICES: Mapping[str, PresetKeys] = {
-    "V100-16GB": {
-        "kind": "cuda",
-        "memory": "15.78GiB",  # [mem]
-        "memory_reserved": "1GiB",
-        "memory_bandwidth": "900GB/s",  # [V100]
-        "flops": {"float64": "7.8T", "float32": "15.7T", "float16": "125T"},  # [V100], as below
-        "launch_overhead": "15us",
-        "kernel_overhead": "4us",
-    },
-    "V100-32GB": {
-        "kind": "cuda",
-        "memory": "31.74GiB",  # [mem]
-        "memory_reserved": "1GiB",
-        "memory_bandwidth": "900GB/s",  # [V100]
-        # [V100]; the 125 are tensor cores. No bfloat16 in hardware, so it is absent and refused.
-        "flops": {"float64": "7.8T", "float32": "15.7T", "float16": "125T"},
-        "launch_overhead": "15us",
-        "kernel_overhead": "4us",
-    },
-    "A100-40GB": {
-        "kind": "cuda",
-        "memory": "39.5GiB",  # [mem]
-        "memory_reserved": "1GiB",
-        "memory_bandwidth": "1555GB/s",  # [A100], the 40 GB card
-        "flops": _A100_FLOPS,
-        "launch_overhead": "15us",
-        "kernel_overhead": "4us",
-    },
-    "A100-80GB": {
-        "kind": "cuda",
-        "memory": "79.25GiB",  # [mem]
-        "memory_reserved": "1GiB",
-        "memory_bandwidth": "2039GB/s",  # [A100]
-        "flops": _A100_FLOPS,
-        "launch_overhead": "15us",
-        "kernel_overhead": "4us",
-    },
-    "H100-80GB": {
-        "kind": "cuda",
-        "memory": "79.1GiB",  # [unchecked]
-        "memory_reserved": "1GiB",
-        "memory_bandwidth": "3350GB/s",  # [H100]
-        "flops": _H100_FLOPS,
-        "launch_overhead": "15us",
-        "kernel_overhead": "4us",
-    },
-    "H200-141GB": {
-        "kind": "cuda",
-        "memory": "139.8GiB",  # [unchecked]
-        "memory_reserved": "1GiB",
-        "memory_bandwidth": "4800GB/s",  # [H200]
-        "flops": _H100_FLOPS,  # [H200]: the compute of an H100
-        "launch_overhead": "15us",
-        "kernel_overhead": "4us",
-    },
-    "TitanX-12GB": {
-        "kind": "cuda",
-        "memory": "11.92GiB",  # [mem]
-        "memory_reserved": "512MiB",
-        "memory_bandwidth": "336.5GB/s",  # [TX]
-        # [TX]: 3072 cores × 2 × 1.075 GHz boost. float16 is computed as float32, so it is absent.
-        "flops": {"float64": "0.206T", "float32": "6.6T"},
-        "launch_overhead": "15us",
-        "kernel_overhead": "4us",
-    },
-    "GTX580-3GB": {
-        "kind": "cuda",
-        "memory": "3GiB",  # nominal: no PyTorch release reports this card
-        "memory_reserved": "256MiB",
-        "memory_bandwidth": "192.4GB/s",  # [580]
-        "flops": {"float64": "0.198T", "float32": "1.581T"},  # [580]: 512 cores × 2 × 1.544 GHz
-        "launch_overhead": "30us",  # an assumption: hosts of its time are half as fast
-    },
-    # One thread of a server CPU. Measured on one core of an AMD EPYC with AVX-512, torch 2.13: matmul of
-    # 1024 × 1024: float64 54, float32 109, bfloat16 485, float16 1.1 GFLOP/s; one eager add on 8 elements 2.1 us.
-    # Rounded down; bfloat16 as float32, since not every CPU has its instructions. Calibrate to replace.
-    "cpu-worker": {
-        "kind": "cpu",
-        "memory": "4GiB",
-        "memory_bandwidth": "20GB/s",
-        "flops": {"float64": "50G", "float32": "100G", "bfloat16": "100G", "float16": "1G"},
-        "launch_overhead": "2us",
-    },
-}
-
-# --------------------------------------------------------------------------------------------------
-# Links: bandwidth per direction as it is reached, one-way latency. NVLink is what one device has in all (all its links).
-
-LINKS: Mapping[str, PresetKeys] = {
-    "NVLink2": {"bandwidth": "130GB/s", "latency": "3.4us"},  # [V100] of 6 × 25 GB/s; [RING] 129-135; [NCCL]
-    "NVLink3": {"bandwidth": "235GB/s", "latency": "3.4us"},  # [A100] of 12 × 25 GB/s; [RING]; [NCCL]
-    "NVLink4": {"bandwidth": "365GB/s", "latency": "3.4us"},  # [H100] of 18 × 25 GB/s; [RING] 357-369; [NCCL]
-    # NVSwitch joins all devices of a machine at each one's full NVLink rate: here of the DGX H100.
-    # It sums itself: [SHARP].
-    "NVSwitch": {
-        "bandwidth": "365GB/s",
-        "latency": "3.4us",
-        "in_network": "275GB/s",
-    },  # [DGX]; [RING]; [NCCL]
-    "PCIe2": {"bandwidth": "8GB/s", "latency": "5.7us"},  # [PCIe] 16 × 5 GT/s; [NCCL]
-    "PCIe3": {"bandwidth": "15.75GB/s", "latency": "5.7us"},  # [PCIe] 16 × 8 GT/s; [NCCL]
-    "PCIe4": {"bandwidth": "31.5GB/s", "latency": "5.7us"},  # [PCIe] 16 × 16 GT/s; [NCCL]
-    "PCIe5": {"bandwidth": "63GB/s", "latency": "5.7us"},  # [PCIe] 16 × 32 GT/s; [NCCL]
-    # Line rates. TCP through two kernels takes 15-50 us one way; 30 us is an assumption, not a specification.
-    "Ethernet-25G": {"bandwidth": "25Gb/s", "latency": "30us"},
-    "Ethernet-100G": {"bandwidth": "100Gb/s", "latency": "30us"},
-    "InfiniBand-EDR": {"bandwidth": "100Gb/s", "latency": "9.6us"},  # InfiniBand Trade Association; [NCCL]
-    "InfiniBand-HDR": {"bandwidth": "200Gb/s", "latency": "9.6us"},
-    "InfiniBand-NDR": {"bandwidth": "400Gb/s", "latency": "9.6us"},
-    # Gloo between two processes of one machine, measured on two cores: 1 KB 50-88 us, 64 MB in 18-44 ms one way.
-    # Half duplex, because an all-reduce of 64 MB (64 MB each way) takes 39-76 ms: the cores do the copying.
-    "Gloo-local": {"bandwidth": "2GB/s", "latency": "70us", "duplex": "half"},
-}
-
-# --------------------------------------------------------------------------------------------------
-# Machines: the keys of a node, and the network between several of them.
-
-_ONE, _TWO = {"bandwidth": "25GB/s", "latency": "3.4us"}, {"bandwidth": "50GB/s", "latency": "3.4us"}
-
-MACHINES: Mapping[str, PresetKeys] = {
-    "dgx-v100": {
-        "count": 8,
-        "device": {"preset": "V100-32GB"},
-        "links": {
-            # The hybrid cube mesh of [DGX], as `nvidia-smi topo -m` prints it: NV1, NV2, everything else PCIe.
-            "default": {"preset": "PCIe3"},
-            "pairs": [
-                *({"between": list(pair), **_ONE} for pair in ((0, 1), (0, 2), (1, 3), (2, 6), (3, 7))),
-                *({"between": list(pair), **_ONE} for pair in ((4, 5), (4, 6), (5, 7))),
-                *({"between": list(pair), **_TWO} for pair in ((0, 3), (0, 4), (1, 2), (1, 5), (2, 3))),
-                *({"between": list(pair), **_TWO} for pair in ((4, 7), (5, 6), (6, 7))),
-            ],
-        },
-        "host_memory": "512GB",
-    },
-    "dgx-a100": {
-        "count": 8,
-        "device": {"preset": "A100-80GB"},
-        "links": {"default": {"preset": "NVLink3"}},
-        "host_memory": "2TB",
-    },
-    "dgx-h100": {
-        "count": 8,
-        "device": {"preset": "H100-80GB"},
-        "links": {"default": {"preset": "NVSwitch"}},
-        "host_memory": "2TB",
-    },
-}
-
-MACHINE_NETWORKS: Mapping[str, PresetKeys] = {
-    "dgx-v100": {"preset": "InfiniBand-EDR", "cards": 4},  # [DGX] four cards, each shared by two GPUs
-    "dgx-a100": {"preset": "InfiniBand-HDR", "per": "device"},  # [DGX] eight compute cards
-    "dgx-h100": {"preset": "InfiniBand-NDR", "per": "device"},  # [DGX] eight compute cards
-}
-
-DEVICE_LINKS: Mapping[str, str] = {
-    "V100-16GB": "NVLink2",
-    "V100-32GB": "NVLink2",
-    "A100-40GB": "NVLink3",
-    "A100-80GB": "NVLink3",
-    "H100-80GB": "NVSwitch",
-    "H200-141GB": "NVSwitch",
-    "TitanX-12GB": "PCIe3",
-    "GTX580-3GB": "PCIe2",
-    "cpu-worker": "Gloo-local",
-}
-"""The link that joins several of a device in one machine when only the device is named (``H100-80GB:4``)."""
-
-# --------------------------------------------------------------------------------------------------
-# Stacks: the part of a device's peak that the software of a time reaches, on each device that was measured with it.
-#
-# What the same card achieves differs by more than half between its first software and later: attention kernels became
-# two to four times as fast, products somewhat. So a prediction names the stack that it assumes. A cluster file chooses
-# one by the key ``stack`` of a device; without it, it is the newest (``NEWEST``). A device without an entry has the
-# rules of thumb of ``cost_models.devices``.
-#
-# Attention counts the products that a causal mask leaves.
+Origins = Mapping[str, tuple[str, ...]]
+"""The keys of a number's sources, by its key path: {"flops.bfloat16": ("MLS",)}."""
 
 NEWEST = "2025"
 """The stack that is assumed where none is named: torch 2.4 and newer, with FlashAttention-2."""
 
-_A100 = {"matmul": 0.80, "attention": 0.60, "attention_backward": 0.50}  # [COOK] [FA2]
-_H100 = {
-    "matmul": 0.70,
-    "attention": 0.33,
-    "attention_backward": 0.30,
-    "conv": 0.35,
-    "vector": 0.77,
-    "memory": 0.80,
-    "unaligned": 0.6,
-}  # [ML] [FA2] [CONV] [MM32] [COPY] [ODD]
-_V100 = {"matmul": 0.71, "memory": 0.85}  # [COOK] [COPY]
-# [FIT] [FIT] [COPY]; the memory's part is that of cards with 80 GB. Those with 40 GB copy at 0.87: theirs counts as fitted
-_A100_2023 = {"attention": 0.37, "attention_backward": 0.28, "memory": 0.75}
-_H100_2023 = {
-    "matmul": 0.68,
-    "attention": 0.27,
-    "attention_backward": 0.15,
-    "memory": 0.75,
-}  # [ML] [FIT] [FIT] [FIT]
+OF_BEST = 0.9
+"""The part of a card's best matrix product that products of a model's shapes reach: on an A100 0.80 of the peak [COOK]
+where the best is 0.87 [ML], on an H100 0.70 where it is 0.80 [ML]."""
+LIKE = "like"
+"""The source of an efficiency that is another device's: never verified."""
 
+_SOURCED = re.compile(r"(.+) \[([^\[\]]+)\]")
+_ABOUT = ("about", "link", "best", "like", "efficiency")
+"""Keys of a device in the table that a cluster file does not have, or not so."""
+
+
+def _read(name: str) -> dict[str, Any]:
+    return tomllib.loads(Path(__file__).with_name(f"{name}.toml").read_text("utf-8"))
+
+
+def _parted(value: Any, at: str, origins: dict[str, tuple[str, ...]]) -> Any:
+    """Return ``value`` without its sources, which go to ``origins``."""
+    if isinstance(value, dict):
+        return {key: _parted(part, f"{at}.{key}".lstrip("."), origins) for key, part in value.items()}
+    if isinstance(value, list):
+        return [_parted(part, f"{at}[{index}]", origins) for index, part in enumerate(value)]
+    match = _SOURCED.fullmatch(value) if isinstance(value, str) else None
+    if match is None:
+        return value
+    origins[at] = tuple(key.strip() for key in match[2].split(","))
+    return match[1]
+
+
+def _table(rows: Mapping[str, Any]) -> tuple[dict[str, dict[str, Any]], dict[str, Origins]]:
+    """Return the rows without sources, and their sources."""
+    origins: dict[str, dict[str, tuple[str, ...]]] = {name: {} for name in rows}
+    return {name: _parted(row, "", origins[name]) for name, row in rows.items()}, dict(origins)
+
+
+_SOURCES = _read("sources")
+SOURCES: Mapping[str, str] = MappingProxyType({**_SOURCES["verified"], **_SOURCES["unverified"]})
+"""The text of each key of a source."""
+
+_DEVICE_FILE = _read("devices")
+_KINDS = _DEVICE_FILE["kind"]
+_DEVICES, _DEVICE_ORIGINS = _table(
+    {name: {**_KINDS[row["kind"]], **row} for name, row in _DEVICE_FILE["device"].items()}
+)
+DEVICES: Mapping[str, PresetKeys] = {
+    name: {key: value for key, value in row.items() if key not in _ABOUT} for name, row in _DEVICES.items()
+}
+"""The keys of ``device`` in a cluster file."""
+DEVICE_LINKS: Mapping[str, str] = {name: row["link"] for name, row in _DEVICES.items()}
+"""The link that joins several of a device in one machine when only the device is named (``H100-80GB:4``)."""
+
+LINKS, LINK_ORIGINS = _table(_read("links"))
+"""The keys of a link, and their sources."""
+
+_MACHINES, MACHINE_ORIGINS = _table(_read("machines"))
+MACHINES: Mapping[str, PresetKeys] = {
+    name: {
+        key: float(value) if key == "usd_per_hour" else value
+        for key, value in row.items()
+        if key not in ("network", "about")
+    }
+    for name, row in _MACHINES.items()
+}
+"""The keys of a node."""
+MACHINE_NETWORKS: Mapping[str, PresetKeys] = {name: row["network"] for name, row in _MACHINES.items()}
+"""The network between several of a machine."""
+ABOUT: Mapping[str, str] = {
+    name: row["about"] for rows in (_DEVICES, _MACHINES) for name, row in rows.items() if "about" in row
+}
+"""Words on a preset that its name does not say."""
+
+
+@cache
+def _efficiency(name: str) -> tuple[Mapping[str, float], Origins]:
+    """Return the efficiencies of a device with the newest stack, and their sources."""
+    row, origins = _DEVICES[name], _DEVICE_ORIGINS[name]
+    others = _efficiency(row["like"])[0] if "like" in row else {}
+    found = dict(others)
+    sources: dict[str, tuple[str, ...]] = dict.fromkeys(others, (LIKE,))
+    if "best" in row:
+        rate = "bfloat16" if "bfloat16" in row["flops"] else "float16"
+        found["matmul"] = round(OF_BEST * parse_flops(row["best"]) / parse_flops(row["flops"][rate]), 3)
+        sources["matmul"] = origins["best"]
+    for key, value in row.get("efficiency", {}).items():
+        found[key], sources[key] = float(value), origins[f"efficiency.{key}"]
+    return found, sources
+
+
+_OTHER_STACKS: dict[str, Any] = _parted(_DEVICE_FILE["stack"], "", {})
 STACKS: Mapping[str, Mapping[str, Mapping[str, float]]] = MappingProxyType(
     {
-        NEWEST: {
-            "V100-16GB": _V100,
-            "V100-32GB": _V100,
-            "A100-40GB": {**_A100, "memory": 0.87},  # [COPY]
-            "A100-80GB": {**_A100, "memory": 0.76},  # [COPY]
-            "H100-80GB": _H100,
-            "H200-141GB": _H100,
+        NEWEST: {name: found for name in _DEVICES if (found := _efficiency(name)[0])},
+        **{
+            stack: {name: {key: float(part) for key, part in row.items()} for name, row in rows.items()}
+            for stack, rows in _OTHER_STACKS.items()
         },
-        "2023": {"A100-40GB": _A100_2023, "A100-80GB": _A100_2023, "H100-80GB": _H100_2023},
     }
 )
-"""Efficiencies (``cost_models.devices.EFFICIENCY_NAMES``) by stack and device preset."""
+"""Efficiencies (``cost_models.devices.EFFICIENCY_NAMES``) by stack and device: the part of a device's peak that the
+software of a time reaches. Attention counts the products that a causal mask leaves."""
+
+DEVICE_ORIGINS: Mapping[str, Origins] = {
+    name: {
+        **{key: found for key, found in origins.items() if key.partition(".")[0] not in _ABOUT},
+        **{f"efficiency.{key}": found for key, found in _efficiency(name)[1].items()},
+    }
+    for name, origins in _DEVICE_ORIGINS.items()
+}
+"""The sources of each number of a device."""
 
 
 def efficiency_of(preset: str, stack: str | None) -> Mapping[str, float]:
     """Return the efficiencies of a preset with a stack; what the stack does not know is as with the newest."""
     newest = STACKS[NEWEST].get(preset, {})
     return {**newest, **STACKS[stack or NEWEST].get(preset, {})}
+
+
+def is_verified(sources: tuple[str, ...]) -> bool:
+    """Tell whether a number of these sources was read in a maker's sheet, a measurement or a report of the card."""
+    return all(key in _SOURCES["verified"] for key in sources)
+
+
+def is_called(preset: str, card: str) -> bool:
+    """Tell whether a driver's name can mean the preset: "NVIDIA H100 80GB HBM3" is an "H100-80GB", an L40S no "L4"."""
+    letters = "[ -]?".join(re.escape(letter) for letter in preset.partition("-")[0])
+    return re.search(rf"(?<![a-z0-9]){letters}(?![a-z0-9]| ?ti\b| super)", card, re.IGNORECASE) is not None

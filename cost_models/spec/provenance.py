@@ -4,6 +4,7 @@ H100-80GB                               presets, stack 2025
 {preset: A100-80GB, stack: "2023"}      presets, stack 2023                 a named stack
 {memory: …, flops: …}                   numbers of the cluster file
 local:2                                 presets of CPU workers, guesses     no interval: no such step was compared
+MI300X:8                                presets, stack 2025, unverified in part     none: no plan was run on such devices
 local:2, calibrated                     calibration of 2026-01-31T… with 2 workers (…)
 """
 
@@ -13,13 +14,14 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 
 from cost_models.intervals import RATES, RateSource
-from cost_models.spec.presets import NEWEST, STACKS
+from cost_models.spec.presets import DEVICE_ORIGINS, NEWEST, STACKS, is_verified
 from cost_models.spec.sections import DeviceSpec, NodeSpec
 
 DEFAULTS = "defaults"
 """The provenance of data-sheet numbers and rules of thumb, until a calibration replaces them."""
 
-_OWN_RATES = {"flops", "memory_bandwidth", "efficiency", "launch_overhead", "kernel_overhead"}
+_RATES = {"flops", "memory_bandwidth", "efficiency"}
+_OWN_RATES = {*_RATES, "launch_overhead", "kernel_overhead"}
 
 
 @dataclass(frozen=True)
@@ -54,7 +56,7 @@ def _devices(nodes: Sequence[NodeSpec], ranks: Collection[int] | None) -> Iterat
 def _rates(device: DeviceSpec) -> RateSource | None:
     if device.op_times is not None:
         return "calibrated"
-    if _is_cpu(device):
+    if _is_cpu(device) or device.resolved().kind not in (None, "cuda"):
         return None
     return "presets" if device.stack is None else "named stack"
 
@@ -64,7 +66,8 @@ def _parts(devices: Sequence[DeviceSpec]) -> Iterator[str]:
     presets = [device for device in devices if device.preset is not None and not _is_cpu(device)]
     if presets:
         own = any(_OWN_RATES & _given(device) for device in presets)
-        yield f"presets{_stack(presets)}{', with numbers of the cluster file' if own else ''}"
+        unverified = "" if all(map(_is_known, presets)) else ", unverified in part"
+        yield f"presets{_stack(presets)}{unverified}{', with numbers of the cluster file' if own else ''}"
     if any(device.preset is not None and _is_cpu(device) for device in devices):
         yield "presets of CPU workers, guesses"
     if any(device.preset is None for device in devices):
@@ -76,6 +79,12 @@ def _stack(devices: Sequence[DeviceSpec]) -> str:
     known = {preset for stack in STACKS.values() for preset in stack}
     stacks = sorted({device.stack or NEWEST for device in devices if device.preset in known})
     return f", stack{'s' if len(stacks) > 1 else ''} {' and '.join(stacks)}" if stacks else ""
+
+
+def _is_known(device: DeviceSpec) -> bool:
+    """Tell whether all rates of a device's preset are verified."""
+    origins = DEVICE_ORIGINS[device.preset or ""]
+    return all(is_verified(keys) for at, keys in origins.items() if at.partition(".")[0] in _RATES)
 
 
 def _is_cpu(device: DeviceSpec) -> bool:

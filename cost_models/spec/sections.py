@@ -125,6 +125,11 @@ class DeviceSpec(Section):
         return found
 
 
+def bare_name(machine: str) -> str:
+    """Return a machine preset's name without the cloud's, fit for a node: "aws:p5.48xlarge" is "p5.48xlarge"."""
+    return machine.rpartition(":")[2]
+
+
 class NodeSpec(Section):
     """One entry of ``nodes``: one node, or as many as its name's ranges or ``replicas`` say."""
 
@@ -151,7 +156,7 @@ class NodeSpec(Section):
 
     def names(self) -> tuple[str, ...]:
         """List the names of the nodes this entry stands for, in order; ``name-0``, ``name-1``, … for replicas."""
-        base = expand_names(self.name or self.preset or "node")
+        base = expand_names(self.name or bare_name(self.preset or "node"))
         return tuple(f"{base[0]}-{i}" for i in range(self.replicas)) if self.replicas > 1 else base
 
     def hosts(self) -> tuple[str | None, ...]:

@@ -27,6 +27,7 @@ from cost_models.spec.presets import LINKS
 from cost_models.units import BANDWIDTH_EXPECTED, SECONDS_EXPECTED, listed
 
 Duplex = Literal["full", "half"]
+RingSize = Annotated[int, Field(ge=2, le=65536)]
 
 
 class LinkSpec(Section):
@@ -38,6 +39,10 @@ class LinkSpec(Section):
     duplex: Duplex | None = None
     in_network: Bandwidth | None = None
     """Bytes per second at which the switch behind ``links.default`` sums by itself (NVLink SHARP)."""
+    mesh: bool | None = None
+    """True: every two devices have a wire of their own of this bandwidth, instead of a port each (``links.default``)."""
+    rings: Annotated[dict[RingSize, Bandwidth], Field(min_length=1)] | None = None
+    """The bus bandwidth of collectives by how many devices take part, where it is another (``links.default``)."""
 
     @model_validator(mode="after")
     def _complete(self, info: ValidationInfo) -> Self:
@@ -45,23 +50,22 @@ class LinkSpec(Section):
             raise problems_error(found)
         return self
 
-    def summing(self) -> float:
-        """Return the bytes per second at which the switch sums, the preset's filled in; 0 where it does not."""
-        if self.in_network is None and self.preset is not None:
-            return LinkSpec.model_validate(LINKS[self.preset]).in_network or 0.0
-        return self.in_network or 0.0
+    def filled(self) -> LinkSpec:
+        """Return the section with the preset's keys filled in. Its ``rings`` are those of its own bandwidth only."""
+        if self.preset is None:
+            return self
+        keys = ("bandwidth", "latency", "duplex", "in_network", "mesh", "rings")
+        given = {key: value for key in keys if (value := getattr(self, key)) is not None}
+        if self.bandwidth is not None:
+            given.setdefault("rings", None)
+        return LinkSpec.model_validate(LINKS[self.preset]).model_copy(update=given)
 
     def resolved(self) -> tuple[float, float, Duplex]:
         """Return (bytes per second, seconds, duplex), the preset's values filled in."""
-        bandwidth, latency, duplex = self.bandwidth, self.latency, self.duplex
-        if self.preset is not None:
-            base = LinkSpec.model_validate(LINKS[self.preset])
-            bandwidth = base.bandwidth if bandwidth is None else bandwidth
-            latency = base.latency if latency is None else latency
-            duplex = duplex or base.duplex
-        assert bandwidth is not None  # validated: no link is without
-        assert latency is not None
-        return bandwidth, latency, duplex or "full"
+        full = self.filled()
+        assert full.bandwidth is not None  # validated: no link is without
+        assert full.latency is not None
+        return full.bandwidth, full.latency, full.duplex or "full"
 
 
 LinkField = Annotated[LinkSpec, short_form("preset")]

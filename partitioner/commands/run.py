@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import torch
 from cyclopts import Parameter
 
-from cost_models.errors import ModelError, PartitionerError, UsageError
+from cost_models.errors import ModelError, PartitionerError, PlanError, UsageError
 from cost_models.units import counted, format_seconds
 from partitioner.commands.options import (
     NOTHING_GIVEN,
@@ -24,6 +24,7 @@ from partitioner.commands.options import (
     progress,
     settings,
 )
+from partitioner.deployment.facts import UNRUN_SUGGESTIONS, unrun_problem
 from partitioner.plan import Plan
 from partitioner.report.intervals import step_text
 from partitioner.verify.grow_batch import grow_batch
@@ -79,6 +80,8 @@ def run(
         deploying |= {"device": "cpu", "check_hosts": False}
     loaded = Plan.load(plan)
     settings(model_options.set_)  # refused before any rank starts
+    if not local and (unrun := unrun_problem(loaded)) is not None:
+        raise PlanError(f"cannot run the plan for {loaded.model.name}", [unrun], UNRUN_SUGGESTIONS)
     arguments = loaded.model_dump_json(), model, model_options, steps, deploying
     if local:
         with progress(

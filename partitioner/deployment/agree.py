@@ -15,9 +15,9 @@ from pydantic import TypeAdapter
 from torch import nn
 
 from cost_models.errors import PlanError
-from cost_models.spec.presets import DEVICES
+from cost_models.spec.presets import DEVICES, is_called
 from cost_models.units import counted, format_bytes, listed
-from partitioner.deployment.facts import RankFacts, choose_device, own_facts, ranks_by_host
+from partitioner.deployment.facts import UNRUN_SUGGESTIONS, RankFacts, choose_device, own_facts, ranks_by_host
 from partitioner.record.data import PlanData
 from partitioner.record.rebuild import ranks_in_order
 from partitioner.report.launch import launch_of
@@ -86,6 +86,8 @@ def ranks_or_differences(
     if any("plan" in other for other in others):
         suggestions.append("plan once, save the plan, and load it on every rank")
     problems += [f"rank {r} has no device: {f.problem}" for r, f in enumerate(facts) if f.problem is not None]
+    if any(fact.device is None for fact in facts) and plan.unrun_kinds:
+        suggestions += UNRUN_SUGGESTIONS
     if ranks is not None:
         problems += _devices(plan, facts, ranks)
         short = list(_memory(plan, facts, ranks)) if check_memory else []
@@ -130,18 +132,12 @@ def _devices(plan: PlanData, facts: Sequence[RankFacts], ranks: RankMap) -> Iter
             planned.kind == found.kind == "cuda"
             and not fact.chosen
             and planned.model in DEVICES
-            and not _same_model(planned.model, found.name)
+            and not is_called(planned.model, found.name)
         ):
             yield f"{where} has a {found.name}, the plan has a {planned.model} there"
         yield from (f"{where}: {found.name} does not compute in {dtype}" for dtype in found.missing_dtypes)
         if fact.backend == "nccl" and found.kind == "cpu":
             yield f"{where} is in a process group of NCCL, which has no CPU tensors: use Gloo"
-
-
-def _same_model(preset: str, name: str) -> bool:
-    """Tell whether a driver's name can mean the preset: "NVIDIA H100 80GB HBM3" is an "H100-80GB"."""
-    family = preset.partition("-")[0]
-    return family.lower() in "".join(c for c in name.lower() if c.isalnum())
 
 
 def _memory(plan: PlanData, facts: Sequence[RankFacts], ranks: RankMap) -> Iterator[str]:

@@ -27,6 +27,7 @@ import torch.distributed as dist
 from torch import nn
 
 from cost_models import host
+from cost_models.devices import RUN_KINDS
 from cost_models.precision import Precision
 from cost_models.units import counted, listed
 from partitioner.record.data import PlanData
@@ -205,6 +206,27 @@ def plan_digest(plan: PlanData) -> str:
     return hashlib.sha256(plan.model_dump_json(exclude=_OPINIONS).encode()).hexdigest()
 
 
+UNRUN_SUGGESTIONS = (
+    'run it on CPU workers: partitioner run --local, or deploy(..., device="cpu")',
+    "plan for CUDA devices, such as H100-80GB:8",
+)
+"""Remedies where the plan has devices on which no plan was ever run."""
+
+
+def unrun_problem(plan: PlanData) -> str | None:
+    """Say why the plan is not run on its devices; None where it is."""
+    kinds = plan.unrun_kinds
+    if not kinds:
+        return None
+    models = sorted(
+        {d.model for rank in plan.used_devices if (d := plan.cluster.devices[rank]).kind in kinds}
+    )
+    return (
+        f"the plan has {listed(kinds)} devices ({listed(models)}), which can be planned for only: "
+        f"plans run on {listed(sorted(RUN_KINDS))} devices"
+    )
+
+
 def choose_device(
     plan: PlanData, wanted: str | torch.device | None
 ) -> tuple[torch.device | None, str | None]:
@@ -212,6 +234,8 @@ def choose_device(
     if wanted is not None:
         device = torch.device(wanted)
         return _own_gpu() if device == torch.device("cuda") else (device, None)
+    if (unrun := unrun_problem(plan)) is not None:
+        return None, unrun
     kinds = {plan.cluster.devices[index].kind for index in plan.used_devices}
     return _own_gpu() if "cuda" in kinds else (torch.device("cpu"), None)
 

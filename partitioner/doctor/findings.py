@@ -50,6 +50,8 @@ class MachineFacts:
     gpus: tuple[str, ...]
     gpu_build: str | None
     """The CUDA (or ROCm) version that torch was built for; None for a CPU build."""
+    planned_only: str | None
+    """The kind of this machine's accelerators if plans can be made for it and are not run on it: ``rocm``, ``mps``, …"""
     backends: tuple[str, ...]
     """The backends of torch.distributed."""
     cxx: str | None
@@ -81,7 +83,8 @@ def gather() -> MachineFacts:
         shared_memory_bytes=shutil.disk_usage("/dev/shm").total if os.path.isdir("/dev/shm") else None,
         gpus=devices[0],
         gpu_build=devices[1],
-        backends=devices[2],
+        planned_only=devices[2],
+        backends=devices[3],
         cxx=shutil.which(os.environ.get("CXX", "g++")),
         calibration=calibration,
         stale_calibration=stale,
@@ -112,20 +115,27 @@ def _reason(error: BaseException) -> str:
     return f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
 
 
-def _torch() -> tuple[str, tuple[tuple[str, ...], str | None, tuple[str, ...]]]:
-    """Return why torch cannot be imported, and its GPUs, what it was built for, and its backends."""
+def _torch() -> tuple[str, tuple[tuple[str, ...], str | None, str | None, tuple[str, ...]]]:
+    """Return why torch cannot be imported, and its GPUs, what it was built for, kinds not run on, and its backends."""
     try:
         import torch
         import torch.distributed as dist
     except Exception as error:  # noqa: BLE001 - a broken installation raises anything
-        return _reason(error), ((), None, ())
+        return _reason(error), ((), None, None, ())
     gpus = tuple(torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count()))
     found = [
         name
         for name, there in (("gloo", "is_gloo_available"), ("nccl", "is_nccl_available"))
         if dist.is_available() and getattr(dist, there)()
     ]
-    return "", (gpus, torch.version.cuda or torch.version.hip, tuple(found))
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    kind = None if accelerator is None else "rocm" if torch.version.hip else accelerator.type
+    return "", (
+        gpus,
+        torch.version.cuda or torch.version.hip,
+        None if kind == "cuda" else kind,
+        tuple(found),
+    )
 
 
 def _calibration() -> tuple[str | None, str | None]:
@@ -304,6 +314,12 @@ def _of_training(f: MachineFacts) -> Iterator[Finding]:
             "training on several GPUs",
             "this torch has no NCCL",
             "install a build of torch for Linux with CUDA",
+        )
+    if f.planned_only is not None:
+        yield Finding(
+            f"plans on the {f.planned_only} devices of this machine",
+            "plans can be made for them, but were run on CUDA GPUs and CPUs alone",
+            "plan and verify here; run --local on CPU workers",
         )
     if "gloo" not in f.backends:
         yield Finding(

@@ -9,6 +9,7 @@ from typing import Self, TypeVar
 
 from pydantic import PrivateAttr, model_validator
 
+from cost_models.devices import RUN_KINDS, DeviceKind
 from cost_models.intervals import Interval, PlanKind
 from cost_models.layout import Shard
 from cost_models.spec.provenance import RateOrigin
@@ -26,7 +27,7 @@ class PlanIntervals:
     """The ranges in which nine of ten runs lie (``cost_models.intervals.SHARE``)."""
 
     step_seconds: Interval | None
-    """None where the rates are guesses: CPU workers without a calibration."""
+    """None where nothing like it was measured: CPU workers without a calibration, kinds of devices that were never run."""
     peak_memory_bytes: Interval
     """Peak of the device that takes the largest share of its memory."""
     chance_of_not_fitting: float
@@ -101,6 +102,11 @@ class PlanData(PlanFields):
         return len(self.used_devices)
 
     @property
+    def unrun_kinds(self) -> tuple[DeviceKind, ...]:
+        """The kinds of used devices on which no plan was ever run: there it is a prediction, and is not run."""
+        return tuple(sorted({self.cluster.devices[rank].kind for rank in self.used_devices} - RUN_KINDS))
+
+    @property
     def intervals(self) -> PlanIntervals:
         """The intervals of the predicted step and peak, from how far off measured runs of such plans were.
 
@@ -110,7 +116,7 @@ class PlanData(PlanFields):
         kind, origin = kind_of(self, used), self.cluster.origin(used)
         step = None if origin.rates is None else STEP_SECONDS[kind, origin.rates]
         device = self.cluster.devices[fullest]
-        memory, peak = PEAK_BYTES[device.kind], prediction.peak_memory_bytes[str(fullest)]
+        memory, peak = PEAK_BYTES[device.counted_as], prediction.peak_memory_bytes[str(fullest)]
         return PlanIntervals(
             None if step is None else step.interval(prediction.step_seconds),
             memory.interval(peak),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 
 import numpy as np
@@ -11,8 +11,9 @@ import torch
 from torch import fx
 
 from cost_models.cluster import ClusterSpec
+from cost_models.devices import RUN_KINDS
 from cost_models.precision import NAMES
-from cost_models.units import format_bytes, percent
+from cost_models.units import format_bytes, listed, percent
 from partitioner.record.data import PlanT
 from partitioner.record.describe_outline import describe_outline, describe_state, op_amounts
 from partitioner.record.describe_sharding import describe_sharding, even_batches, whole_ops
@@ -95,6 +96,7 @@ def describe(kind: type[PlanT], graph: OpGraph, cluster: ClusterSpec, compiled: 
             *unknown_costs(graph, compiled.costs),
             *whole_ops(compiled),
             *even_batches(compiled, cluster),
+            *_planned_only(cluster),
         ),
         outline=describe_outline(
             outcome.judge.graph, sizes[0], op_amounts(outcome.judge.costs, sizes[0], cluster.devices[0])
@@ -330,6 +332,16 @@ def distinct_runner_ups(runner_ups: Sequence[RunnerUp]) -> list[RunnerUp]:
         best.setdefault(entry.label.kind, entry)
     chosen = sorted(best.values(), key=lambda entry: not entry.named)[:MOST_RUNNER_UPS]
     return [entry for entry in best.values() if entry in chosen]
+
+
+def _planned_only(cluster: ClusterSpec) -> Iterator[str]:
+    """Note the kinds of devices on which no plan was ever run."""
+    kinds = sorted({device.kind for device in cluster.devices} - RUN_KINDS)
+    if kinds:
+        yield (
+            f"planned for only: no plan was ever run on {listed(kinds)} devices; "
+            "their costs are counted by the formulas of CUDA devices, and this plan is not run on them"
+        )
 
 
 def _notes(graph: OpGraph, recompute: str, sizes: Sequence[int]) -> tuple[str, ...]:

@@ -64,7 +64,7 @@ def with_device_seconds(
         device = next(d for d in cluster.devices if d.model == model)
         # "unaligned" is a part of "matmul", which is slower by the factor already.
         parts = {name: part / factor for name, part in device.efficiency.items() if name != "unaligned"}
-        reached = device.kind == "cuda" and max(parts.values()) <= 1.0
+        reached = device.counted_as == "cuda" and max(parts.values()) <= 1.0
         rates = MeasuredRates(
             efficiency=parts if reached else None,
             flops_per_second=None
@@ -89,12 +89,15 @@ def _changed(cluster: ClusterSpec, update: Mapping[str, object]) -> ClusterSpec:
 
 def _faster(link: LinkSpec, factor: float, latency_factor: float) -> dict[str, object]:
     bandwidth, latency, duplex = link.resolved()
+    full = link.filled()
     return {
         "preset": None,
         "bandwidth": bandwidth * factor,
         "latency": latency * latency_factor,
         "duplex": duplex,
-        "in_network": link.summing() * factor or None,
+        "in_network": full.in_network and full.in_network * factor,
+        "mesh": full.mesh,
+        "rings": full.rings and {devices: rate * factor for devices, rate in full.rings.items()},
     }
 
 

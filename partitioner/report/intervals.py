@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from cost_models.intervals import SHARE, PlanKind
-from cost_models.units import bytes_between, counted, format_seconds, seconds_between
+from cost_models.units import bytes_between, counted, format_seconds, listed, seconds_between
 
 if TYPE_CHECKING:
     from partitioner.record.data import PlanData
@@ -47,6 +47,8 @@ def rates_text(plan: PlanData) -> str:
 def support_text(plan: PlanData) -> str:
     """Say how many measured runs the step's interval rests on."""
     intervals = plan.intervals
+    if unrun := plan.unrun_kinds:
+        return f"no interval of the step: no plan was run on {listed(unrun)} devices; the peak's is that of CUDA devices"
     if intervals.step_seconds is None:
         return "no interval of the step without a calibration"
     kind = WORDS[intervals.kind]

@@ -257,7 +257,7 @@ def cost_graph(
 
 def costs_of(graph: OpGraph, cluster: ClusterSpec) -> GraphCosts:
     """Return the graph's costs on devices of the cluster's kind; computed once per graph."""
-    return _costs_on(graph, cluster.devices[0].kind)
+    return _costs_on(graph, cluster.devices[0].counted_as)
 
 
 @once_per_graph

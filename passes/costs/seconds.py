@@ -98,7 +98,7 @@ class OpRates:
         bandwidth = device.memory_bandwidth_bytes_per_second
         times = getattr(device, "op_times", None)
         overheads = device.launch_overhead_seconds, device.kernel_overhead_seconds
-        return device.kind, bandwidth, overheads, efficiency, peaks, times
+        return device.counted_as, bandwidth, overheads, efficiency, peaks, times
 
     def _bound_of(self) -> IndexArray:
         """Return the number of the first signature with each row's data type and class: [rows]."""

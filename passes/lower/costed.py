@@ -113,7 +113,7 @@ def costed_segments(
             )
         ),
         update_bytes=tuple(
-            update_bytes(own, device.kind, job.optimizer)
+            update_bytes(own, device.counted_as, job.optimizer)
             for own, device in zip(state, cluster.devices, strict=True)
         ),
         tied_bytes=gradients,

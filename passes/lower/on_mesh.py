@@ -154,7 +154,7 @@ def _segment(
     """
     graph = sharded.graph
     units = microbatch_size // graph.batch.multiple
-    kind = cluster.devices[sharded.mesh.ranks[0]].kind
+    kind = cluster.devices[sharded.mesh.ranks[0]].counted_as
     costs = _costs(graph, kind, units)
     own = regions_on_shards(graph, regions)
     alone = replace(on_mesh(graph, sharded.mesh), regions=(own,) if own else ())

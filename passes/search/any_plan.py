@@ -258,7 +258,7 @@ def _rates(graph: OpGraph, costs: GraphCosts, job: Job, device: Device) -> _Fast
         else:
             per_flop[number] = least.per_flop * device.peak_flops(torch.float32) / device.peak_flops(dtype)
     if least is None:
-        adds = device.kind != "cuda"
+        adds = device.counted_as != "cuda"
         return _FastestRates(
             per_flop[signatures], 1.0 / bandwidth, device.launch_overhead_seconds, adds, optimizer
         )

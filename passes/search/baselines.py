@@ -68,7 +68,7 @@ def _replica(
     )
     every_op = range(len(graph.ops))
     capacity = min(device.memory_bytes for device in devices)
-    updating = state.total + max(update_bytes(state, device.kind, job.optimizer) for device in devices)
+    updating = state.total + max(update_bytes(state, device.counted_as, job.optimizer) for device in devices)
     counts = [2**power for power in range(MAX_DOUBLINGS) if 2**power <= batch]
     for microbatches in counts:
         size = -(-batch // microbatches)

@@ -141,7 +141,7 @@ def shared_seconds(
 
 def _seconds(phase: PhaseSeconds, device: ComputeDevice) -> FloatArray:
     """Seconds of each row by itself."""
-    on_gpu = device.kind == "cuda"
+    on_gpu = device.counted_as == "cuda"
     return np.maximum(phase.kernel, phase.launch) if on_gpu else phase.kernel + phase.launch
 
 

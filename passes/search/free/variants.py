@@ -82,7 +82,9 @@ def split_variant(
     log.info("%d ops split into blocks: %d ops instead of %d", len(splits), len(split), len(graph))
     if size is None:
         return Variant(split, costs_of(split, cluster), splits)
-    return Variant(split, cost_graph(split, device_kind=cluster.devices[0].kind, only_size=size), splits)
+    return Variant(
+        split, cost_graph(split, device_kind=cluster.devices[0].counted_as, only_size=size), splits
+    )
 
 
 def layer_start(request: FreeRequest, judge: Judge) -> Outcome | None:

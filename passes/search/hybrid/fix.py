@@ -54,7 +54,7 @@ class Fix:
 
     def one_queue(self, cluster: ClusterSpec) -> bool:
         """Tell whether devices may have one queue each for all that they communicate."""
-        on_gpus = any(device.kind == "cuda" for device in cluster.devices)
+        on_gpus = any(device.counted_as == "cuda" for device in cluster.devices)
         return on_gpus if self.queues is None else self.queues == "one"
 
     def __str__(self) -> str:

@@ -17,7 +17,7 @@ ALL = dict.fromkeys(EFFICIENCY_NAMES, 1.0)
 class StandIn:
     """1 GFLOP/s, 1 GB/s, 1 µs per launch."""
 
-    kind: Literal["cuda", "cpu"] = "cuda"
+    counted_as: Literal["cuda", "cpu"] = "cuda"
     memory_bandwidth_bytes_per_second: float = 1e9
     launch_overhead_seconds: float = 1e-6
     kernel_overhead_seconds: float = 0.0

@@ -61,6 +61,47 @@ def test_the_machines_of_the_command_line() -> None:
     assert ClusterSpec.parse("local:3").world_size == 3
 
 
+def test_cloud_instances_of_the_command_line() -> None:
+    cluster = ClusterSpec.parse("aws:p5.48xlarge:4")
+    assert cluster.world_size == 32
+    assert cluster.usd_per_hour == 4 * 55.04
+    assert [device.node_name for device in cluster.devices[::8]] == [f"p5.48xlarge-{i}" for i in range(4)]
+    assert ClusterSpec.from_dict(cluster.to_dict()) == cluster
+    assert ClusterSpec.parse("gcp:a3-highgpu-8g").world_size == 8
+    assert ClusterSpec.parse("azure:ND_H100_v5:2").usd_per_hour == 2 * 100.20
+    assert ClusterSpec.parse("RTX4090:2").usd_per_hour is None
+
+
+@pytest.mark.parametrize(
+    ("text", "near"),
+    [
+        ("H100:4", 'did you mean "H100-80GB", "H100-PCIE-80GB", "H100-NVL-94GB" or "dgx-h100"?'),
+        ("p5.48xlarge:2", 'did you mean "aws:p5.48xlarge"?'),
+        ("rtx 4090", 'did you mean "RTX4090"?'),
+        ("azure:ND96isr_H100_v5:2", 'did you mean "azure:ND_H100_v5"?'),
+        ("dgx-h100:many", 'cannot read the cluster "dgx-h100:many"'),
+        ("local", 'as in "local:2"'),
+    ],
+)
+def test_names_that_there_are_not(text: str, near: str) -> None:
+    with pytest.raises(ClusterError) as caught:
+        ClusterSpec.parse(text)
+    assert near in str(caught.value)
+
+
+def test_accelerators_of_all_makers_are_counted_as_cuda_devices() -> None:
+    for name, kind in (
+        ("MI300X", "rocm"),
+        ("Gaudi2", "hpu"),
+        ("TPUv5p", "tpu"),
+        ("Max1550", "xpu"),
+        ("M1-16GB", "mps"),
+    ):
+        (device,) = ClusterSpec.parse(f"{name}:1").devices
+        assert (device.kind, device.counted_as) == (kind, "cuda")
+    assert ClusterSpec.parse("local:1").devices[0].counted_as == "cpu"
+
+
 @pytest.mark.parametrize("name", ["cluster.yaml", "cluster.yml", "cluster.json", "no-suffix"])
 @pytest.mark.parametrize("make", [lambda: ClusterSpec.from_dict(TWO_KINDS), lambda: ClusterSpec.local(3)])
 def test_what_is_saved_loads_as_the_same(tmp_path: Path, name: str, make: type) -> None:

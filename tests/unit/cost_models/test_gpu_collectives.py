@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from benchmarks.microbenchmarks import bus_bandwidths
 from cost_models.cluster import ClusterSpec
 from cost_models.communication import AlphaBeta, ring_all_gather_seconds, ring_all_reduce_seconds
 from cost_models.conversion import COLLECTIVES, CollectiveKind, group_links
@@ -87,6 +90,46 @@ def test_a_cluster_file_says_at_which_rate_a_switch_sums() -> None:
     assert gathered(**plain) == pytest.approx(2 * 7 / 8 * 1e12 / 365e9, rel=0.02)
     assert gathered(**plain, in_network="300GB/s") == pytest.approx(1e12 / 300e9, rel=0.02)
     assert gathered(preset="NVSwitch", in_network="300GB/s") == pytest.approx(1e12 / 300e9, rel=0.02)
+
+
+def test_published_bus_bandwidths_are_predicted() -> None:
+    of_presets, others = bus_bandwidths()
+    far = [point for point in of_presets.points if not 0.9 <= point.ratio <= 1.1]
+    assert not far
+    assert others.median_error < 0.2
+    # Left out of the presets: PCIe by default settings and tuned, plug-ins of 2022, small tensors over Google's TCP.
+    assert all(0.5 <= point.ratio <= 1.45 for point in others.points)
+
+
+def busy(groups: Sequence[Sequence[int]], cluster: ClusterSpec) -> float:
+    """The bus bandwidth of a large all-reduce in each group at once, in GB/s."""
+    size, ranks = 1e12, len(groups[0])
+    return 2 * (ranks - 1) / ranks * size / group_links(groups, cluster).seconds("all_reduce", size) / 1e9
+
+
+def test_a_mesh_gives_a_ring_the_wires_of_its_own_devices() -> None:
+    cluster = ClusterSpec.parse("MI300X:8")
+    assert cluster.path(0, 5).bandwidth_bytes_per_second == 64e9
+    assert len(cluster.links) == 8 * 7  # a wire for every two devices, each with two directions
+    assert busy([(2, 5)], cluster) == pytest.approx(47.7, rel=0.02)
+    halves = [range(4), range(4, 8)]
+    assert busy(halves, cluster) == busy(halves[:1], cluster) == pytest.approx(136, rel=0.02)
+
+
+def test_cards_on_pcie_share_the_host() -> None:
+    cluster = ClusterSpec.parse("RTX5090:8")
+    assert busy([range(4)], cluster) == pytest.approx(35, rel=0.02)
+    assert busy([range(4), range(4, 8)], cluster) == pytest.approx(28, rel=0.02)
+    assert busy([range(6)], cluster) == pytest.approx(31.5, rel=0.02)  # between four and eight
+
+
+def test_fewer_devices_than_rings_are_known_of_have_their_links() -> None:
+    cluster = ClusterSpec.parse("azure:NC96ads_A100_v4")
+    assert busy([(0, 1), (2, 3)], cluster) == pytest.approx(208, rel=0.02)
+    assert busy([range(4)], cluster) == pytest.approx(25, rel=0.02)
+    own = {"preset": "PCIe5", "bandwidth": "40GB/s"}  # the preset's rings are not of this bandwidth
+    node = {"count": 8, "device": "RTX5090", "links": {"default": own}}
+    assert busy([range(8)], ClusterSpec.from_dict({"nodes": [node]})) == pytest.approx(40, rel=0.02)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -39,6 +39,8 @@ A100, OLD, TITAN = (
         ((OLD,), "presets, stack 2023", "named stack"),
         ((A100, OLD), "presets, stacks 2023 and 2025", "presets"),
         ((TITAN,), "presets", "presets"),
+        (({"preset": "RTX3090"},), "presets, stack 2025, unverified in part", "presets"),
+        (({"preset": "MI300X"},), "presets, stack 2025, unverified in part", None),
         ((OWN,), "numbers of the cluster file", "presets"),
         ((A100, OWN), "presets, stack 2025 and numbers of the cluster file", "presets"),
         (

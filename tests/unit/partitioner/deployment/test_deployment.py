@@ -195,6 +195,21 @@ def test_another_number_of_ranks_and_ranks_without_devices() -> None:
     assert "use Gloo" in differences(nccl)[0]
 
 
+def test_plans_for_devices_of_kinds_that_were_never_run_are_refused() -> None:
+    plan = made_plan(ClusterSpec.parse("MI300X:2"), (0, 1))
+    assert plan.unrun_kinds == ("rocm",)
+    device, problem = choose_device(plan, None)
+    assert device is None
+    assert problem == (
+        "the plan has rocm devices (MI300X), which can be planned for only: plans run on cpu, cuda devices"
+    )
+    said = [replace(fact, device=None, problem=problem) for fact in facts(place("m"), place("m"), plan=plan)]
+    _, problems, suggestions = ranks_or_differences(plan, said, check_hosts=True, check_memory=True)
+    assert problems == [f"rank {rank} has no device: {problem}" for rank in (0, 1)]
+    assert "run --local" in suggestions[0]
+    assert choose_device(plan, "cpu") == (torch.device("cpu"), None), "asked for"
+
+
 def test_more_ranks_than_the_search_uses_are_told_why() -> None:
     plan = made_plan(ClusterSpec.local(3, memory="8GiB"), (0, 1))
     _, problems, suggestions = ranks_or_differences(

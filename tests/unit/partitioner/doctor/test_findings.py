@@ -25,6 +25,7 @@ GOOD = MachineFacts(
     shared_memory_bytes=64 << 30,
     gpus=("NVIDIA H100", "NVIDIA H100"),
     gpu_build="13.0",
+    planned_only=None,
     backends=("gloo", "nccl"),
     cxx="/usr/bin/g++",
     calibration="/root/.cache/partitioner/calibration.json",
@@ -54,6 +55,7 @@ def test_where_all_is_well_nothing_is_found() -> None:
             {"gpus": (), "gpu_build": None},
             ("training on GPUs", "torch was built for CPUs only", "train where"),
         ),
+        ({"planned_only": "rocm"}, ("plans on the rocm devices", "CUDA GPUs and CPUs alone", "run --local")),
         ({"gpus": ()}, ("training on GPUs", "nvidia-smi", "run --local")),
         (
             {"untried": ("torch 2.16.0 was not tried; known good: 2.11 to 2.14",)},

@@ -127,6 +127,18 @@ def test_guessed_rates_have_no_interval_and_memory_has_one() -> None:
     )
 
 
+def test_kinds_that_were_never_run_have_no_interval_of_the_step_and_that_of_cuda_devices_memory() -> None:
+    plan = made_plan(ClusterSpec.parse("MI300X:2"))
+    assert plan.intervals.step_seconds is None
+    spread = data.PEAK_BYTES["cuda"]
+    peak = plan.prediction.peak_memory_bytes[str(plan.fullest_device)]
+    assert plan.intervals.peak_memory_bytes == spread.interval(peak)
+    assert rates_text(plan) == (
+        "presets, stack 2025, unverified in part; no interval of the step: no plan was run on rocm devices; "
+        "the peak's is that of CUDA devices"
+    )
+
+
 def test_an_earlier_plan_has_intervals_and_keeps_its_words() -> None:
     plan = Plan.load(DATA / "schema-1.json")
     assert plan.prediction.confidence == "defaults"
