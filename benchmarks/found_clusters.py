@@ -26,6 +26,7 @@ from torch.utils import _pytree as pytree
 from benchmarks.hand_lines import hand_lines
 from cost_models.cluster import ClusterSpec
 from cost_models.errors import PartitionerError
+from cost_models.room import FILLS
 from partitioner import Plan, Workload, partition
 from partitioner.models.as_graph import as_graph
 from partitioner.models.load import load_workload
@@ -89,9 +90,15 @@ def traced(model: str) -> OpGraph:
 
 
 def planned(
-    graph: OpGraph, cluster: ClusterSpec, strategy: str, batch: int, limit: float, fix: str | None = None
+    graph: OpGraph,
+    cluster: ClusterSpec,
+    strategy: str,
+    batch: int,
+    limit: float,
+    fix: str | None = None,
+    risk: float = FILLS,
 ) -> Cell:
-    """Plan by one strategy; the reason where there is no plan."""
+    """Plan by one strategy; the reason where there is no plan. Unless told otherwise predictions fill the memory."""
     started = time.perf_counter()
     try:
         plan = partition(
@@ -101,6 +108,7 @@ def planned(
             fix=fix,
             batch_size=batch,
             precision=replace(graph.precision, loss_scale="dynamic", master=torch.float32),
+            risk=risk,
             time_limit_seconds=limit,
         )
     except PartitionerError as error:
@@ -108,6 +116,7 @@ def planned(
     return {
         "step_seconds": plan.prediction.step_seconds,
         "gap": plan.certificate.gap,
+        "chance": plan.intervals.chance_of_not_fitting,
         "plan": words(plan),
         "seconds": time.perf_counter() - started,
     }  # fmt: skip

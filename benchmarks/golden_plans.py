@@ -30,6 +30,7 @@ from benchmarks.free_clusters import clusters
 from cost_models.cluster import ClusterSpec
 from cost_models.errors import PartitionerError
 from cost_models.precision import Precision
+from cost_models.room import FILLS
 from partitioner import Plan, Workload, partition, trace
 from partitioner.cost_graphs.plan import plan_graph
 from partitioner.cost_graphs.plan_layouts import plan_feature_wise
@@ -50,6 +51,8 @@ DATA = Path("tests") / "data"
 """From the root, so that texts, which wrap, say the same whatever folder the checkout is in."""
 TINY = {"size": "tiny"}
 
+USUAL: Mapping[str, Any] = {"strategy": "layer", "batch_size": 8, "risk": FILLS}
+"""Options of a case that says nothing else; predictions fill the memory, however far off they are known to be."""
 Texts = Mapping[str, str]
 
 
@@ -129,7 +132,7 @@ def planned(model: str, cluster: str, explain: tuple[str, ...] = (), **options: 
     """A plan, all that follows from it, and what it says of ``explain``."""
     graph, machines = graph_of(model), CLUSTERS[cluster]()
     try:
-        plan = partition(graph, machines, **{"strategy": "layer", "batch_size": 8, **options})
+        plan = partition(graph, machines, **{**USUAL, **options})
     except PartitionerError as error:
         return {"error": f"{type(error).__name__}: {error}"}
     texts = {
@@ -154,7 +157,7 @@ def _code(plan: Plan, graph: OpGraph) -> str:
 def evaluated(model: str, cluster: str, **options: Any) -> Texts:
     """The evaluation graph of a model where its plan has training, and the programs that run it."""
     graph, machines = graph_of(model), CLUSTERS[cluster]()
-    plan = partition(graph, machines, **{"strategy": "layer", "batch_size": 8, **options})
+    plan = partition(graph, machines, **{**USUAL, **options})
     work = workload(model)
     work.model.eval()
     try:

@@ -28,6 +28,7 @@ from typing import Literal
 
 from cost_models.cluster import ClusterSpec
 from cost_models.errors import PartitionerError
+from cost_models.room import FILLS
 from partitioner import Plan, partition
 from partitioner.models.as_graph import as_graph
 from partitioner.models.load import load_workload
@@ -127,7 +128,7 @@ def _planned(graph: OpGraph, row: Row, fix: str | None) -> dict[str, object]:
     found: dict[str, object] = {}
     try:
         cluster = ClusterSpec.parse(row.cluster)
-        plan = partition(graph, cluster, strategy="hybrid", fix=fix, batch_size=row.batch)
+        plan = partition(graph, cluster, strategy="hybrid", fix=fix, batch_size=row.batch, risk=FILLS)
         found |= _figures(plan)
     except PartitionerError as error:
         found["refused"] = [error.what, *error.because]

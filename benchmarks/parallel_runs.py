@@ -26,6 +26,7 @@ from benchmarks.parallel_models import Decoder, decoder
 from benchmarks.parallel_rows import GIB, AsRun, NotExpressibleError, ParallelRow, as_run, kinds_of, read_rows
 from benchmarks.published import spread
 from cost_models.errors import PartitionerError
+from cost_models.room import FILLS
 from partitioner import Plan, partition
 from partitioner.models.as_graph import as_graph
 from passes.graph.graph import OpGraph
@@ -128,6 +129,7 @@ def planned(run: AsRun) -> Plan:
         schedule=run.schedule,
         optimizer_memory=run.optimizer,
         check="off",
+        risk=FILLS,  # it ran, so it fitted
     )
 
 

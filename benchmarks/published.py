@@ -34,6 +34,7 @@ from benchmarks.residuals import Residual, replace_residuals, residual_of
 from cost_models.cluster import ClusterSpec
 from cost_models.errors import PartitionerError
 from cost_models.precision import Precision
+from cost_models.room import FILLS
 from cost_models.spec.presets import MACHINE_NETWORKS
 from cost_models.spec.rates import MeasuredRates
 from partitioner import Plan, partition
@@ -234,6 +235,7 @@ def planned(run: Run, held_out: bool = False) -> Plan:
         batch_size=run.batch,
         optimizer_memory=setting.optimizer,
         check="off",
+        risk=FILLS,  # it ran, so it fitted
     )
     return _one_by_one(plan) if setting.one_by_one else plan
 

@@ -130,6 +130,13 @@ class Device:
     """Part of the peak that is reached, in (0, 1], per kind of kernel (``EFFICIENCY_NAMES``)."""
     op_times: OpTimes | None = None
     """Measured seconds by kind of op, where calibrated: they replace the roofline for these kinds."""
+    room_share: float = 1.0
+    """Share of ``memory_bytes`` that plans may fill by prediction (``cost_models.room``)."""
+
+    @property
+    def room_bytes(self) -> int:
+        """Bytes that plans may fill by prediction."""
+        return int(self.memory_bytes * self.room_share)
 
     @property
     def counted_as(self) -> CountedKind:
@@ -139,7 +146,7 @@ class Device:
     @property
     def speed_alone(self) -> Device:
         """The device without its place and its memory: equal for devices that compute alike."""
-        return replace(self, rank=0, node=0, node_name="", host=None, memory_bytes=0)
+        return replace(self, rank=0, node=0, node_name="", host=None, memory_bytes=0, room_share=1.0)
 
     def supports(self, dtype: torch.dtype) -> bool:
         """Tell whether ``flops`` has a rate for ``dtype``."""

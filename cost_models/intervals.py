@@ -58,6 +58,10 @@ class Spread:
             predicted * math.exp(self.center + reach),
         )
 
+    def most_predicted(self, limit: float, chance: float) -> float:
+        """Return the prediction of which a run measures more than ``limit`` with probability ``chance``."""
+        return limit * math.exp(-(self.center + self.scale * student_quantile(1 - chance, self.freedom)))
+
     def chance_above(self, predicted: float, limit: float) -> float:
         """Return the probability that a run measures more than ``limit``."""
         if predicted <= 0 or limit <= 0:

@@ -13,7 +13,7 @@ from partitioner.models.as_graph import Check, ModelOrTrace, as_graph
 from partitioner.models.workload import MadeWith
 from partitioner.plan import Plan
 from partitioner.planning.option_table import with_python_help
-from partitioner.planning.options import PlanOptions
+from partitioner.planning.options import RISK, PlanOptions
 from partitioner.unforeseen import versions_named
 from passes.graph.graph import OpGraph
 from passes.search.free.request import Objective
@@ -50,6 +50,7 @@ def partition(
     opaque: Sequence[str] = (),
     min_stages: int | None = None,
     max_stages: int | None = None,
+    risk: float = RISK,
     time_limit_seconds: float | None = None,
     name: str | None = None,
     check: Check = "on",

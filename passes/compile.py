@@ -57,13 +57,13 @@ def compile_graph(graph: OpGraph, cluster: ClusterSpec, request: Request) -> Com
     run_pass("verify", lambda _: counted(len(graph), "op"), verify_graph, graph, after="trace")
     costs = run_pass("costs", _ops, costs_of, graph, cluster)
     judge = Judge(graph, costs, cluster, request.job)
-    outcome = run_pass("place", _label, search, graph, costs, cluster, request, judge)
+    outcome = run_pass("place", _label, search, graph, costs, judge.cluster, request, judge)
     keep_from_here()
     outcome = run_pass("bound", _bound, bounded, outcome, judge, request.whole_batch)
     realized = outcome.carried.realized
     crossing = run_pass("bridge", _bridges, bridges, realized.segments)
     proof = run_pass("check", _rules, proved, realized, outcome.best.candidate)
-    plain = run_pass("baselines", _baselines, baselines, graph, costs, cluster, request.job)
+    plain = run_pass("baselines", _baselines, baselines, graph, costs, judge.cluster, request.job)
     return Compiled(request, costs, outcome, realized, crossing, proof, plain)
 
 

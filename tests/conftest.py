@@ -79,6 +79,7 @@ def frozen_heap() -> None:
 @pytest.fixture
 def fixed_spreads(monkeypatch: pytest.MonkeyPatch) -> None:
     """For golden texts with intervals: spreads that stay when the real ones are fitted anew."""
+    from cost_models import room
     from cost_models.intervals import KINDS, RATES, Spread
     from partitioner.record import data
 
@@ -89,7 +90,7 @@ def fixed_spreads(monkeypatch: pytest.MonkeyPatch) -> None:
     }
     monkeypatch.setattr(data, "STEP_SECONDS", step)
     monkeypatch.setattr(
-        data, "PEAK_BYTES", {"cuda": Spread(0.02, 0.05, 8, 10, 2), "cpu": Spread(0.0, 0.06, 10, 33, 9)}
+        room, "PEAK_BYTES", {"cuda": Spread(0.02, 0.05, 8, 10, 2), "cpu": Spread(0.0, 0.06, 10, 33, 9)}
     )
 
 

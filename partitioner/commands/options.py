@@ -312,6 +312,14 @@ def microbatch_count(text: str) -> int | str:
     return int(text)
 
 
+def chance(text: str) -> float:
+    """Read a chance: "5%" or "0.05" -> 0.05."""
+    number = re.fullmatch(r"([+-]?[0-9]{1,9}(?:\.[0-9]{1,18})?)(%?)", text)
+    if number is None:
+        raise UsageError("cannot read --risk", [f"{text!r} is no chance such as 5% or 0.05"])
+    return float(number[1]) / (100 if number[2] else 1)
+
+
 def rank_list(text: str | None, world_size: int) -> list[int] | None:
     """Read ranks: "0,8-10" -> [0, 8, 9, 10]; "all"; None if nothing is said."""
     if text is None:

@@ -56,6 +56,7 @@ def plan(
     dynamic_dims: Dims = (),
     opaque: Annotated[tuple[str, ...], Parameter(show_default=False)] = (),
     check: str = "on",
+    risk: str = "5%",
     time_limit: float | None = None,
     model_options: ModelOptions = NOTHING_GIVEN,
     output: OutputFile = None,

@@ -48,6 +48,7 @@ def plan_model(
         "pins": options.pins(given["pin"], given["strategy"]),
         "mesh": options.mesh_shape(given["mesh"]),
         "splits": options.block_sizes(given["split"]),
+        "risk": options.chance(given["risk"]),
         "time_limit_seconds": given["time_limit"],
     }
     wanted = PlanOptions(**{field.name: given[field.name] for field in fields(PlanOptions)})

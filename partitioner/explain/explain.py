@@ -8,17 +8,18 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from cost_models.room import FILLS, at_risk
 from cost_models.units import counted, format_bytes, format_seconds, percent
 from partitioner.explain.explanation import Explanation, signed
 from partitioner.explain.graph_of_plan import graph_of
 from partitioner.explain.stages import of_free, of_layers
 from partitioner.record.modules import range_of, shorten
 from partitioner.record.rebuild import refuse_wrong_choices
+from partitioner.report.intervals import allowed_text
 from partitioner.report.sharding import devices_text, mesh_text
 from passes.costs.costs import costs_of
 from passes.graph.blocks import regions_of_stages
 from passes.graph.part import part_of
-from passes.lower.job import Job
 from passes.search.feature.explain import Alternatives, alternatives
 from passes.search.feature.setting import PartPlace, Setting
 from passes.search.outcome import PlacedWay
@@ -89,8 +90,7 @@ def _of_shards(
     """Explain what devices share as ``sharding`` says. ``graph``: the stage's own, or the model's if it is the only one."""
     placement = sharding.placement(stage.devices, plan.microbatches)
     refuse_wrong_choices(plan.model.name, graph, stage.ops, placement)
-    job = Job(plan.batch_size, plan.optimizer_memory, plan.precision)
-    setting = Setting(plan.cluster, job, again=again, part=part)
+    setting = Setting(at_risk(plan.cluster, plan.job.risk), plan.job, again=again, part=part)
     choices = alternatives(graph, costs_of(graph, plan.cluster), placement, setting, name, Discovery.stored())
     equals = [other for other in choices.equals if other != name]
     facts = {"explained": f"{name}, {choices.what}"}
@@ -100,7 +100,7 @@ def _of_shards(
     facts |= {
         "mesh": f"{mesh_text(sharding)}, {counted(plan.microbatches, 'micro-batch')}; everything else as it is",
         "chosen": choices.chosen.layout,
-        "why": _why(choices),
+        "why": _why(choices, plan.job.risk),
     }
     if choices.left_out:
         left = "; ".join(choices.left_out)
@@ -108,7 +108,7 @@ def _of_shards(
     return Explanation(name, facts, choices.ways)
 
 
-def _why(choices: Alternatives) -> str:
+def _why(choices: Alternatives, risk: float) -> str:
     chosen, cheaper = choices.chosen, choices.cheaper
     others = [way for way in choices.ways if not way.chosen]
     if not others:
@@ -125,11 +125,12 @@ def _why(choices: Alternatives) -> str:
             f"{format_seconds(chosen.step_seconds - best.step_seconds)} a step"
         )
     if cheaper:
-        least = min(way.memory_bytes for way in cheaper)
+        least, room = min(way.memory_bytes for way in cheaper), format_bytes(int(choices.capacity_bytes))
+        leaves = f"on a device, where {allowed_text(risk)} risk leaves room for {room}"
         return (
             f"the cheapest that fits: {counted(len(cheaper), 'way')} would be faster, by up to "
             f"{format_seconds(chosen.step_seconds - cheaper[0].step_seconds)} a step, but would hold "
-            f"{format_bytes(int(least))} or more of {format_bytes(int(choices.capacity_bytes))} on a device"
+            f"{format_bytes(int(least))} or more {f'of {room} on a device' if risk >= FILLS else leaves}"
         )
     return f"the cheapest of {len(choices.ways)} ways. {_next_best(chosen, others)}"
 

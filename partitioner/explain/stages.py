@@ -22,7 +22,6 @@ from partitioner.record.rebuild import simulate_plan, split_graph
 from passes.costs.costs import costs_of
 from passes.graph.state import owning_units
 from passes.lower.candidate import anywhere
-from passes.lower.job import Job
 from passes.search.free.judge import ListJudge
 from passes.search.outcome import PlacedWay
 from runtime.simulate.simulation import Simulation
@@ -57,8 +56,7 @@ def of_free(plan: PlanData, name: str, graph: OpGraph | None) -> Explanation:
         if where:
             facts["why"] = known.why(plan)
         return Explanation(name, facts, ())
-    job = Job(plan.batch_size, plan.optimizer_memory, plan.precision)
-    judge = ListJudge(split, costs_of(split, plan.cluster), plan.cluster, job)
+    judge = ListJudge(split, costs_of(split, plan.cluster), plan.cluster, plan.job)
     moved = _moved_together(judge, ops)
     if moved != ops & set(plan.placements):
         facts["together"] = f"with {counted(len(moved - ops), 'op')} that must share a device with it"
@@ -132,7 +130,7 @@ def _why_there(ways: tuple[PlacedWay, ...], plan: PlanData) -> str:
     best = others[0]
     difference = best.step_seconds - chosen.step_seconds
     if difference < 0:
-        fits = best.memory_bytes <= min(device.memory_bytes for device in plan.cluster.devices)
+        fits = best.memory_bytes <= min(plan.room_bytes)
         how = "a pin, or the search ended before it was tried" if fits else "it may not fit"
         return f"{best.layout} would save {format_seconds(-difference)} a step: {how}"
     if difference <= 1e-9 * chosen.step_seconds:

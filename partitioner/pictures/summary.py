@@ -7,10 +7,19 @@ from typing import Any
 
 from cost_models.cluster import DEFAULTS
 from cost_models.intervals import SHARE
+from cost_models.room import FILLS
 from cost_models.units import counted, format_bytes, format_seconds, percent
 from partitioner.pictures.lanes import Lanes
 from partitioner.record.data import PlanData
-from partitioner.report.intervals import chance_text, peak_text, step_text, support_text
+from partitioner.report.intervals import (
+    allowed_text,
+    chance_cell,
+    chance_text,
+    peak_text,
+    risk_text,
+    step_text,
+    support_text,
+)
 from partitioner.report.sharding import named_devices
 from partitioner.report.table import PROVED, microbatch_text, shape_text, strategy_text
 from partitioner.report.text import rate_text
@@ -33,6 +42,7 @@ def summary_data(plan: PlanData, lanes: Lanes) -> dict[str, Any]:
                 "name": other.strategy,
                 "step_seconds": other.step_seconds,
                 "peak_bytes": other.peak_memory_bytes,
+                "chance": chance_cell(other.chance_of_not_fitting),
                 "feasible": other.feasible,
                 "reason": other.reason,
             }
@@ -130,10 +140,13 @@ def _fullest(plan: PlanData) -> dict[str, Any]:
 def _why(plan: PlanData) -> Iterator[str]:
     words = STRATEGY_WORDS.get(plan.strategy)
     kind = plan.strategy if words is None else words.adverb
+    if said := risk_text(plan):
+        yield f"It is not safe: {said}."
+        yield from (f"To try: {way}." for way in (plan.risk.ways if plan.risk is not None else ()))
     if FIXED in plan.certificate.space:
         yield "Its groups of devices were fixed by hand; the search filled in what was left open."
     else:
-        yield f"It is the fastest {kind} plan found that fits the devices' memory."
+        yield f"It is the fastest {kind} plan found that fits the devices' memory{_safely(plan)}."
         if words is not None:
             yield f"The search looked at {words.chosen_among}."
     fitting = [other for other in plan.alternatives if other.feasible and other.step_seconds]
@@ -145,6 +158,13 @@ def _why(plan: PlanData) -> Iterator[str]:
     for other in plan.alternatives:
         if not other.feasible and other.strategy in ("one device",):
             yield f"One device alone {other.reason}."
+
+
+def _safely(plan: PlanData) -> str:
+    """Say within which risk."""
+    if plan.risk is None or plan.risk.allowed >= FILLS or plan.is_too_risky:
+        return ""
+    return f" with a chance of not fitting of at most {allowed_text(plan.risk.allowed)}"
 
 
 def _exactly(plan: PlanData) -> Iterator[str]:

@@ -11,10 +11,12 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from cost_models.communication import ring_all_reduce_seconds, slowest_hop
+from cost_models.room import chance_of_not_fitting
 from cost_models.units import counted, format_bytes, format_seconds, percent
 from partitioner.record.data import PlanData
 from partitioner.record.other_rates import on_cluster, with_links
 from partitioner.record.rebuild import at_costs_of, group_programs, simulate_plan
+from partitioner.report.intervals import chance_cell
 from runtime.program.members import GroupPrograms
 from runtime.simulate.simulation import Simulation
 
@@ -50,8 +52,7 @@ def _point(plan: PlanData, factor: float, step: Simulation | None, text: str) ->
 
 
 def _fits(plan: PlanData, peaks: Sequence[float]) -> bool:
-    pairs = zip(peaks, plan.cluster.devices, strict=True)
-    return all(peak <= device.memory_bytes for peak, device in pairs)
+    return all(peak <= room for peak, room in zip(peaks, plan.room_bytes, strict=True))
 
 
 def _own_peaks(plan: PlanData) -> list[int]:
@@ -152,19 +153,28 @@ def _copies(plan: PlanData) -> Iterator[dict[str, Any]]:
 
 
 def _memory(plan: PlanData) -> dict[str, Any]:
-    peaks = plan.prediction.peak_memory_bytes
-    devices = plan.cluster.devices
+    peaks, devices = _own_peaks(plan), plan.cluster.devices
     fullest = plan.fullest_device
-    share = peaks[str(fullest)] / devices[fullest].memory_bytes
+    share = peaks[fullest] / devices[fullest].memory_bytes
+    least = max(peak / room for peak, room in zip(peaks, plan.room_bytes, strict=True))
     step = plan.prediction.step_seconds
+
+    def text(factor: float) -> str:
+        if least <= factor:
+            return f"the fullest device, rank {fullest}, is {percent(share / factor)} full"
+        if share > factor:
+            return f"does not fit: rank {fullest} needs {format_bytes(peaks[fullest])}"
+        chance = chance_of_not_fitting(
+            (peak / factor, device) for peak, device in zip(peaks, devices, strict=True)
+        )
+        return f"not safe: {chance_cell(chance)} chance of not fitting"
+
     points = [
         {
             "x": factor,
-            "step_seconds": step if share <= factor else None,
-            "fits": share <= factor,
-            "text": f"the fullest device, rank {fullest}, is {percent(share / factor)} full"
-            if share <= factor
-            else f"does not fit: rank {fullest} needs {format_bytes(peaks[str(fullest)])}",
+            "step_seconds": step if least <= factor else None,
+            "fits": least <= factor,
+            "text": text(factor),
         }
         for factor in sorted((1.0, *MEMORY))
     ]
@@ -175,6 +185,8 @@ def _memory(plan: PlanData) -> dict[str, Any]:
 
 def _flips(plan: PlanData) -> Iterator[str]:
     """Name the alternatives that would be faster if they fitted, and the memory from which on they do."""
+    rooms = zip(plan.room_bytes, plan.cluster.devices, strict=True)
+    share = min(room / device.memory_bytes for room, device in rooms)
     for other in plan.alternatives:
         faster = other.step_seconds is not None and other.step_seconds < plan.prediction.step_seconds
         if not faster or other.feasible or other.peak_memory_bytes is None:
@@ -182,6 +194,6 @@ def _flips(plan: PlanData) -> Iterator[str]:
         assert other.step_seconds is not None
         ratio = other.step_seconds / plan.prediction.step_seconds
         yield (
-            f"With {format_bytes(other.peak_memory_bytes)} on each device, {other.strategy} would win: "
+            f"With {format_bytes(round(other.peak_memory_bytes / share))} on each device, {other.strategy} would win: "
             f"{format_seconds(other.step_seconds)} a step, {ratio:.2f}x this plan's."
         )

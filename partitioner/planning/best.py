@@ -16,6 +16,7 @@ from dataclasses import replace
 
 from cost_models.cluster import ClusterSpec
 from cost_models.errors import InfeasibleError, PartitionerError, TimeLimitError, UsageError
+from cost_models.room import FILLS
 from cost_models.units import counted, format_seconds, percent
 from partitioner.record.data import PlanT
 from partitioner.record.describe import describe
@@ -37,8 +38,31 @@ from passes.timings import run_pass
 def best_plan(kind: type[PlanT], graph: OpGraph, cluster: ClusterSpec, requests: Sequence[Request]) -> PlanT:
     """Make the plan of the fastest strategy, of class ``kind``. ``requests``: each starts from what was found before it.
 
+    Where none is safe at their risk: the plan that there would be at any, with what would make it safe. It is searched for
+    in a time of its own, so that it is found as often as without a limit of risk.
+
     Raises what the only strategy raises, or InfeasibleError if none fits. On Ctrl-C: of those planned so far.
     """
+    risk = requests[0].job.risk
+    try:
+        return _best_in_room(kind, graph, cluster, requests)
+    except InfeasibleError as unsafe:
+        if risk >= FILLS:
+            raise
+        filling = [replace(request, job=replace(request.job, risk=FILLS)) for request in requests]
+        try:
+            plan = _best_in_room(kind, graph, cluster, filling)
+        except InfeasibleError as error:
+            raise InfeasibleError(error.what, error.because, unsafe.suggestions) from error
+        assert plan.risk is not None
+        ways = tuple(unsafe.suggestions) if plan.risk.chance > risk else ()
+        return plan.model_copy(update={"risk": plan.risk.model_copy(update={"allowed": risk, "ways": ways})})
+
+
+def _best_in_room(
+    kind: type[PlanT], graph: OpGraph, cluster: ClusterSpec, requests: Sequence[Request]
+) -> PlanT:
+    """Make the plan of the fastest strategy among those that are safe at the requests' risk."""
     if not requests[0].whole_batch:
         return _fastest_plan(kind, graph, cluster, requests)
     try:
@@ -140,9 +164,8 @@ def _cannot_win(
 def _alternative(compiled: Compiled, best: Compiled) -> Alternative:
     other = compiled.outcome.best
     name = f"{STRATEGY_WORDS[compiled.request.strategy].adverb}, the best found"
-    return Alternative(
-        name, True, _slower(other, best.outcome.best), other.step_seconds, max(other.peak_bytes)
-    )
+    slower = _slower(other, best.outcome.best)
+    return Alternative(name, True, slower, other.step_seconds, max(other.peak_bytes), other.chance)
 
 
 def _slower(other: Simulated, best: Simulated) -> str:

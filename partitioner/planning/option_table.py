@@ -108,6 +108,13 @@ OPTIONS = (
         flag="split",
     ),
     PlanOption(
+        "risk",
+        "The chance of not fitting the devices' memory that a plan may have, by how far off predicted peaks are; 5% if not "
+        "given. Plans above it are taken only where nothing else fits, and say so. From 50% on predictions fill the memory",
+        ", such as 0.05.",
+        ", such as 5%.",
+    ),
+    PlanOption(
         "batch_dims",
         "Where the batch is in an input, or that it has none",
         ": {leaf name: dimension or None}.",

@@ -33,6 +33,8 @@ AUTO_SECONDS, OTHER_SECONDS = 20.0, 60.0
 """The time limit where none is given: of "auto" with nothing fixed, and of a strategy alone."""
 AUTO_GAP = 0.01
 """The gap within which "auto" answers once it is proved."""
+RISK = 0.05
+"""The chance of not fitting that a plan may have unless told otherwise: one job of twenty runs out of memory. By hand."""
 OBJECTIVES: tuple[Objective, ...] = get_args(Objective)
 RECOMPUTE_MODES: tuple[RecomputeMode, ...] = get_args(RecomputeMode)
 MOST_SAMPLES = 1 << 30
@@ -77,6 +79,7 @@ class PlanOptions:
     fix: str | Mapping[str, object] | None = None
     min_stages: int | None = None
     max_stages: int | None = None
+    risk: float = RISK
     time_limit_seconds: float | None = None
 
     @property
@@ -121,7 +124,7 @@ class PlanOptions:
         """Make one request per strategy to plan by."""
         size = graph.example_batch_size if self.batch_size is None else self.batch_size
         self._check_microbatches(size)
-        job = Job(size, self.optimizer_memory, precision)
+        job = Job(size, self.optimizer_memory, precision, self.risk)
         requests = tuple(self._request(name, job, graph) for name in self.searched)
         why = "" if self._cuts_the_batch else why_whole(graph)
         return tuple(replace(r, microbatches=1, whole_batch=why) for r in requests) if why else requests
@@ -201,6 +204,8 @@ class PlanOptions:
             yield f"min_stages is {least}, more than max_stages, {most}"
         if limit is not None and not (isinstance(limit, int | float) and 0 < limit < math.inf):
             yield f"the time limit is {limit!r}, expected more than 0 seconds"
+        if isinstance(self.risk, bool) or not (isinstance(self.risk, int | float) and 0 < self.risk <= 1):
+            yield f"the risk is {self.risk!r}, expected a chance of more than 0 and at most 1, such as 0.05 (5%)"
         if self.mesh is not None and not (
             isinstance(self.mesh, Sequence) and all(_is_count(n, MOST_SAMPLES) for n in self.mesh)
         ):

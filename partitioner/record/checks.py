@@ -151,6 +151,7 @@ def _per_rank(plan: PlanFields, world: int) -> Iterator[str]:
         "optimizer_seconds": plan.optimizer_seconds,
         **({"update_bytes": plan.update_bytes} if plan.update_bytes else {}),
         "prediction.peak_memory_bytes": plan.prediction.peak_memory_bytes,
+        **({"risk.room_bytes": plan.risk.room_bytes} if plan.risk is not None else {}),
         **{f"state_parts.{part}": table for part, table in plan.state_parts.items()},
     }
     for name, table in tables.items():

@@ -12,14 +12,19 @@ from pydantic import PrivateAttr, model_validator
 from cost_models.devices import RUN_KINDS, DeviceKind
 from cost_models.intervals import Interval, PlanKind
 from cost_models.layout import Shard
+from cost_models.room import FILLS, chance_of_not_fitting, peak_spread
 from cost_models.spec.provenance import RateOrigin
-from cost_models.spreads import PEAK_BYTES, STEP_SECONDS
+from cost_models.spreads import STEP_SECONDS
 from partitioner.models.workload import MadeWith
 from partitioner.record.checks import inconsistencies
 from partitioner.record.file import MOST_PROBLEMS
 from partitioner.record.records import PlanFields
+from passes.lower.job import Job
 from passes.shard.words import read_placements
 from runtime.segment.microbatch import microbatch_sizes
+
+ROUNDING = 1e-6
+"""Relative difference of chances that is none: quantiles are found by bisection."""
 
 
 @dataclass(frozen=True)
@@ -31,7 +36,7 @@ class PlanIntervals:
     peak_memory_bytes: Interval
     """Peak of the device that takes the largest share of its memory."""
     chance_of_not_fitting: float
-    """Probability that this device's peak exceeds its memory."""
+    """Probability that a device's peak exceeds its memory."""
     kind: PlanKind
     """The kind of plan, which decides how far off its step is taken to be."""
     origin: RateOrigin
@@ -97,6 +102,26 @@ class PlanData(PlanFields):
         return max(self.used_devices, key=lambda rank: peaks[str(rank)] / devices[rank].memory_bytes)
 
     @property
+    def room_bytes(self) -> tuple[int, ...]:
+        """Bytes that the plan keeps within on each device of the cluster, by prediction."""
+        if self.risk is None:
+            return tuple(device.memory_bytes for device in self.cluster.devices)
+        return tuple(self.risk.room_bytes[str(rank)] for rank in range(self.cluster.world_size))
+
+    @property
+    def job(self) -> Job:
+        """The step that it was planned for; where nothing was safe, at a risk at which predictions fill the memory."""
+        safe = self.risk is not None and self.risk.chance <= self.risk.allowed * (1 + ROUNDING)
+        risk = self.risk.allowed if self.risk is not None and safe else FILLS
+        return Job(self.batch_size, self.optimizer_memory, self.precision, risk)
+
+    @property
+    def is_too_risky(self) -> bool:
+        """True if its chance of not fitting is above what was allowed, by how far off peaks are known to be today."""
+        allowed = FILLS if self.risk is None else self.risk.allowed
+        return allowed < FILLS and self.intervals.chance_of_not_fitting > allowed * (1 + ROUNDING)
+
+    @property
     def world_size(self) -> int:
         """Number of processes that run it: one for each used device."""
         return len(self.used_devices)
@@ -115,12 +140,11 @@ class PlanData(PlanFields):
         used, fullest, prediction = self.used_devices, self.fullest_device, self.prediction
         kind, origin = kind_of(self, used), self.cluster.origin(used)
         step = None if origin.rates is None else STEP_SECONDS[kind, origin.rates]
-        device = self.cluster.devices[fullest]
-        memory, peak = PEAK_BYTES[device.counted_as], prediction.peak_memory_bytes[str(fullest)]
+        memory, peaks = peak_spread(self.cluster.devices[fullest]), prediction.peak_memory_bytes
         return PlanIntervals(
             None if step is None else step.interval(prediction.step_seconds),
-            memory.interval(peak),
-            memory.chance_above(peak, device.memory_bytes),
+            memory.interval(peaks[str(fullest)]),
+            chance_of_not_fitting((peaks[str(rank)], self.cluster.devices[rank]) for rank in used),
             kind,
             origin,
             0 if step is None else step.runs,

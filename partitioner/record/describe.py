@@ -13,6 +13,7 @@ from torch import fx
 from cost_models.cluster import ClusterSpec
 from cost_models.devices import RUN_KINDS
 from cost_models.precision import NAMES
+from cost_models.room import FILLS
 from cost_models.units import format_bytes, listed, percent
 from partitioner.record.data import PlanT
 from partitioner.record.describe_outline import describe_outline, describe_state, op_amounts
@@ -23,6 +24,7 @@ from partitioner.record.records import (
     ModelInfo,
     Prediction,
     ProofRecord,
+    RiskRecord,
     Stage,
     StageValue,
     TiedParameter,
@@ -85,6 +87,7 @@ def describe(kind: type[PlanT], graph: OpGraph, cluster: ClusterSpec, compiled: 
         update_bytes={str(r): size for r, size in enumerate(realized.step.update_bytes)},
         attention_backend=compiled.costs.attention_backend,
         prediction=_prediction(graph, cluster, compiled),
+        risk=_risk(outcome, job.risk),
         certificate=outcome.certificate,
         alternatives=_alternatives(compiled),
         not_considered=STRATEGY_WORDS[request.strategy].not_considered,
@@ -241,6 +244,13 @@ def _prediction(graph: OpGraph, cluster: ClusterSpec, compiled: Compiled) -> Pre
     )
 
 
+def _risk(outcome: Outcome, allowed: float) -> RiskRecord:
+    """Record the chance of the plan, and what devices it was kept within."""
+    assert outcome.best.chance is not None
+    rooms = {str(device.rank): device.room_bytes for device in outcome.judge.cluster.devices}
+    return RiskRecord(allowed=allowed, chance=outcome.best.chance, room_bytes=rooms)
+
+
 def _collectives(compiled: Compiled) -> int:
     """Count the collectives of a step: inside of segments, sums of gradients, what is gathered after the update."""
     realized, count = compiled.realized, compiled.outcome.best.candidate.microbatches
@@ -275,9 +285,10 @@ def _alternatives(compiled: Compiled) -> tuple[Alternative, ...]:
             Alternative(
                 str(entry.label),
                 entry.fits,
-                _why_not_chosen(entry, best_seconds),
+                _why_not_chosen(entry, best_seconds, compiled.request.job.risk),
                 entry.step_seconds,
                 entry.peak_bytes,
+                entry.chance,
             )
             for entry in distinct_runner_ups(compiled.outcome.runner_ups)
         ),
@@ -287,10 +298,11 @@ def _alternatives(compiled: Compiled) -> tuple[Alternative, ...]:
     return tuple(others)
 
 
-def _why_not_chosen(entry: RunnerUp, best_seconds: float) -> str:
+def _why_not_chosen(entry: RunnerUp, best_seconds: float, risk: float) -> str:
     slower = entry.step_seconds / best_seconds - 1 if best_seconds > 0 else 0.0
     if not entry.fits:
-        excess = f"exceeds a device by {format_bytes(entry.overflow_bytes)}"
+        limit = "a device" if risk >= FILLS else "what is safe"
+        excess = f"exceeds {limit} by {format_bytes(entry.overflow_bytes)}"
         return f"{excess}, and is {slower:.1%} slower" if entry.named and slower > 0 else excess
     return f"{'at least ' if entry.bounded else ''}{slower:.1%} slower"
 

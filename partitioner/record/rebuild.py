@@ -22,7 +22,7 @@ from passes.graph.graph import OpGraph, once_per_graph
 from passes.lower.crossing import Extent, Side, crossing_value
 from passes.lower.placed_graph import PlacedGraph, on_meshes
 from passes.lower.segment import Segmentation, by_stage
-from passes.lower.step import StepCosts, SumCost, programs_for, simulate_step, sums_with_costs
+from passes.lower.step import StepCosts, SumCost, left_beside, programs_for, simulate_step, sums_with_costs
 from passes.shard.discover import Discovery
 from passes.shard.sent import collectives, gather_collectives
 from passes.shard.words import FeaturePlacement, choice_text
@@ -110,7 +110,7 @@ def group_programs(plan: PlanData) -> GroupPrograms:
         plan.schedule,
         plan.microbatches,
         plan_tied(plan),
-        state_bytes=_state_bytes(plan),
+        left_bytes=left_beside(_state_bytes(plan), plan.room_bytes),
         one_queue=plan.one_queue,
     )
 

@@ -174,6 +174,21 @@ class Prediction(Record):
         return self.mfu * samples_per_second * self.step_seconds / batch_size
 
 
+class RiskRecord(Record):
+    """The chance that the devices' memory does not do, by how far off predicted peaks were when the plan was made."""
+
+    allowed: float = Field(gt=0, le=1, description="the chance that plans were to have at most")
+    chance: float = Field(
+        ge=0, le=1, description="the plan's own: above allowed only where nothing safer was found"
+    )
+    room_bytes: BytesByDevice = Field(
+        description="what the plan keeps within by prediction, by rank; the memory where its chance is above allowed"
+    )
+    ways: tuple[str, ...] = Field(
+        default=(), description="changes with which a plan is safe, with their price, where this one is not"
+    )
+
+
 class ProofRecord(Record):
     """The proof of the plan's programs, by the checker."""
 
@@ -237,6 +252,7 @@ class PlanFields(PlanFile):
     )
     attention_backend: str | None = Field(description="which attention the memory prediction assumes")
     prediction: Prediction
+    risk: RiskRecord | None = Field(default=None, description="earlier plans have none: they fill the memory")
     certificate: CertificateField
     alternatives: tuple[Alternative, ...]
     not_considered: tuple[str, ...] = Field(description="what this strategy does not look at")

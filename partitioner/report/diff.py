@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from cost_models.units import counted, format_bytes, format_seconds
 from partitioner.record.modules import shorten
+from partitioner.report.intervals import allowed_text, chance_cell
 from partitioner.report.sharding import mesh_text
 from passes.graph.blocks import GATHERS
 
@@ -31,6 +32,7 @@ def diff_plans(old: PlanData, new: PlanData) -> str:
             ("precision", str(old.precision), str(new.precision)),
             ("loss reduction", old.loss_reduction, new.loss_reduction),
             ("recompute", _recompute(old), _recompute(new)),
+            ("risk", _risk(old), _risk(new)),
             ("stages", len(old.stages), len(new.stages)),
             ("mesh", _mesh(old), _mesh(new)),
             ("ops in blocks", _blocks(old), _blocks(new)),
@@ -57,6 +59,11 @@ def _recompute(plan: PlanData) -> str:
     if GATHERS in blocks:
         return f"{plan.recompute}, gathered again in {counted(blocks.count(GATHERS), 'stage')}"
     return f"{plan.recompute}, {counted(len(blocks), 'block')}"
+
+
+def _risk(plan: PlanData) -> str:
+    """Write the chance of not fitting that was allowed: "5%"."""
+    return "not said" if plan.risk is None else allowed_text(plan.risk.allowed)
 
 
 def _blocks(plan: PlanData) -> str:
@@ -150,6 +157,9 @@ def _prediction_lines(old: PlanData, new: PlanData) -> list[str]:
         lines.append(
             f"largest peak memory: {format_bytes(peak_a)} -> {format_bytes(peak_b)} ({peak_b / peak_a - 1:+.1%})"
         )
+    chances = [chance_cell(plan.intervals.chance_of_not_fitting) for plan in (old, new)]
+    if chances[0] != chances[1]:
+        lines.append(f"chance of not fitting: {chances[0]} -> {chances[1]}")
     if a.communication_bytes != b.communication_bytes:
         lines.append(
             f"communication per step: {format_bytes(a.communication_bytes)} -> {format_bytes(b.communication_bytes)}"

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from cost_models.intervals import SHARE, PlanKind
+from cost_models.room import FILLS
 from cost_models.units import bytes_between, counted, format_seconds, listed, seconds_between
 
 if TYPE_CHECKING:
@@ -34,9 +35,37 @@ def peak_text(plan: PlanData) -> str:
 
 
 def chance_text(plan: PlanData) -> str:
-    """Write "3% chance of not fitting"; "" where that rounds to nothing."""
+    """Write "3% chance of not fitting (5% allowed)"; "" where that rounds to nothing."""
     chance = plan.intervals.chance_of_not_fitting
-    return f"{min(chance, 0.99):.0%} chance of not fitting" if chance >= LEAST_CHANCE else ""
+    if chance < LEAST_CHANCE:
+        return ""
+    told = plan.risk is not None and plan.risk.allowed < FILLS
+    allowed = f" ({allowed_text(plan.risk.allowed)} allowed)" if plan.risk is not None and told else ""
+    return f"{_percent(chance)} chance of not fitting{allowed}"
+
+
+def chance_cell(chance: float | None) -> str:
+    """Write "3%", "<1%", or "-" for what is not known."""
+    if chance is None:
+        return "-"
+    return _percent(chance) if chance >= LEAST_CHANCE else "<1%"
+
+
+def allowed_text(risk: float) -> str:
+    """Write a risk as it is given: "5%", "0.5%"."""
+    return f"{100 * risk:.3g}%"
+
+
+def risk_text(plan: PlanData) -> str:
+    """Say of a plan that is not safe that nothing else is; "" of others."""
+    if not plan.is_too_risky or plan.risk is None:
+        return ""
+    chance, allowed = _percent(plan.intervals.chance_of_not_fitting), allowed_text(plan.risk.allowed)
+    return f"{chance} chance of not fitting, {allowed} allowed; nothing safer was found"
+
+
+def _percent(chance: float) -> str:
+    return f"{min(chance, 0.99):.0%}"
 
 
 def rates_text(plan: PlanData) -> str:

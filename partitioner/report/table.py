@@ -13,7 +13,14 @@ from cost_models.precision import NAMES, WORDS, ParameterPrecision
 from cost_models.shown import printable
 from cost_models.units import counted, format_bytes, format_seconds, percent
 from partitioner.record.modules import common_parent, compress, shorten
-from partitioner.report.intervals import chance_text, peak_text, rates_text, step_text
+from partitioner.report.intervals import (
+    chance_cell,
+    chance_text,
+    peak_text,
+    rates_text,
+    risk_text,
+    step_text,
+)
 from partitioner.report.sharding import communication_share, mesh_text, ranks_text, sharding_sections
 from partitioner.report.text import columns, labelled, rate_text, text_width
 from passes.graph.blocks import GATHERS
@@ -66,6 +73,7 @@ def _heading(plan: PlanData) -> str:
     sent = f"{format_bytes(p.communication_bytes)} in {' and '.join(ways)} a step"
     return "\n".join(
         [
+            *_risk(plan),
             labelled("model", _model_text(plan)),
             labelled("plan", _placed(plan)),
             labelled("schedule", schedule),
@@ -81,9 +89,18 @@ def _heading(plan: PlanData) -> str:
     )
 
 
+def _risk(plan: PlanData) -> list[str]:
+    """Say first of all that a plan is not safe, and what would be."""
+    said = risk_text(plan)
+    if not said or plan.risk is None:
+        return []
+    return [labelled("not safe", said), *(labelled("try", way) for way in plan.risk.ways)]
+
+
 def summary_rows(plan: PlanData) -> list[tuple[str, str]]:
     """Return the few facts that one looks for first, by name: for a notebook, above the text."""
     return [
+        *([("not safe", said)] if (said := risk_text(plan)) else []),
         ("model", _model_text(plan)),
         ("plan", _placed(plan)),
         ("step", step_text(plan)),
@@ -328,18 +345,20 @@ def _bounds(any_plan: float, whole_ops: float, step_seconds: float) -> str:
 def _alternatives(plan: PlanData) -> str:
     if not plan.alternatives:
         return ""
-    rows = [_alternative_row(other, plan.prediction.step_seconds) for other in plan.alternatives]
-    header = ("compared with", "step", "to plan", "peak memory", "")
+    known = any(other.chance_of_not_fitting is not None for other in plan.alternatives)
+    rows = [_alternative_row(other, plan.prediction.step_seconds, known) for other in plan.alternatives]
+    header = ("compared with", "step", "to plan", "peak memory", *(("risk",) if known else ()), "")
     return columns(header, rows, left=("compared with", ""))
 
 
-def _alternative_row(other: Alternative, step_seconds: float) -> list[str]:
+def _alternative_row(other: Alternative, step_seconds: float, with_chance: bool) -> list[str]:
     known = other.step_seconds is not None
     return [
         other.strategy,
         format_seconds(other.step_seconds) if other.step_seconds is not None else "-",
         f"{(other.step_seconds or 0.0) / step_seconds:.2f}x" if known else "-",
         format_bytes(other.peak_memory_bytes) if other.peak_memory_bytes is not None else "-",
+        *([chance_cell(other.chance_of_not_fitting)] if with_chance else []),
         other.reason,
     ]
 

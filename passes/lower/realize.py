@@ -19,7 +19,7 @@ from passes.lower.costed import Costed, costed_segments
 from passes.lower.job import Job
 from passes.lower.mesh_stages import MeshStages
 from passes.lower.segment import Segmentation, by_reach, by_stage
-from passes.lower.step import programs_for, simulate_step
+from passes.lower.step import left_beside, programs_for, simulate_step
 from runtime.program.members import GroupPrograms
 from runtime.program.program import Program
 from runtime.simulate.simulation import Simulation
@@ -61,7 +61,7 @@ def realize(
         candidate.schedule,
         candidate.microbatches,
         costed.tied,
-        state_bytes=costed.step.state_bytes,
+        left_bytes=left_beside(costed.step.state_bytes, (d.room_bytes for d in cluster.devices)),
         one_queue=candidate.one_queue,
     )
     sizes = job.sizes(candidate.microbatches)

@@ -67,24 +67,25 @@ def programs_for(
     microbatches: int,
     tied: Sequence[TiedGroup],
     *,
-    state_bytes: Sequence[int] | None = None,
+    left_bytes: Sequence[int] | None = None,
     one_queue: bool = False,
 ) -> GroupPrograms:
     """One program per group of ranks: the schedule's order of computes, then the one global order of communications.
 
-    ``state_bytes``: what each rank holds throughout. Schedules that can hold fewer micro-batches in flight then keep
-    within the rest of the memory, as far as they know it.
+    ``left_bytes``: what each rank's room leaves beside the state that it holds throughout. Schedules that can hold fewer
+    micro-batches in flight then keep within that, as far as they know it.
     ``one_queue``: receives come late enough for devices that have one queue for everything (``order``).
     """
     seconds = transfer_seconds(cluster)
-    room: list[int] | None = None
-    if state_bytes is not None:
-        devices = zip(cluster.devices, state_bytes, strict=True)
-        room = [max(0, device.memory_bytes - held) for device, held in devices]
-    orders = SCHEDULES[schedule].order(segments, microbatches, room, transfer_seconds=seconds)
+    orders = SCHEDULES[schedule].order(segments, microbatches, left_bytes, transfer_seconds=seconds)
     return build_group_programs(
         segments, orders, microbatches, transfer_seconds=seconds, tied=tied, one_queue=one_queue
     )
+
+
+def left_beside(state_bytes: Sequence[int], room_bytes: Iterable[int]) -> list[int]:
+    """Return what rooms leave beside state, by rank."""
+    return [max(0, room - held) for room, held in zip(room_bytes, state_bytes, strict=True)]
 
 
 def simulate_step(

@@ -13,6 +13,7 @@ from cost_models.compute import optimizer_seconds
 from cost_models.conversion import data_parallel_seconds
 from cost_models.devices import Device
 from cost_models.memory import StateBytes, update_bytes
+from cost_models.room import chance_of_not_fitting
 from cost_models.units import counted, format_bytes
 from passes.costs.backward_peak import backward_peak
 from passes.costs.costs import GraphCosts
@@ -67,13 +68,15 @@ def _replica(
         node_input.kind == "parameter" and node_input.node in graph.needs_grad for node_input in graph.inputs
     )
     every_op = range(len(graph.ops))
-    capacity = min(device.memory_bytes for device in devices)
+    room, memory = (
+        min(sizes) for sizes in zip(*((d.room_bytes, d.memory_bytes) for d in devices), strict=True)
+    )
     updating = state.total + max(update_bytes(state, device.counted_as, job.optimizer) for device in devices)
     counts = [2**power for power in range(MAX_DOUBLINGS) if 2**power <= batch]
     for microbatches in counts:
         size = -(-batch // microbatches)
         peak = max(updating, _peak_bytes(graph, costs, state, size, microbatches))
-        if peak > capacity and microbatches != counts[-1]:
+        if peak > room and microbatches != counts[-1]:
             continue
         seconds = []
         for device in devices:
@@ -82,12 +85,14 @@ def _replica(
             optimizer = optimizer_seconds(state, device, job.optimizer, tensors)
             seconds.append(microbatches * (each.forward + backward) + optimizer)
         where = "" if strategy == ALONE else " on each device"
-        reason = (
-            f"fits in {counted(microbatches, 'micro-batch')}"
-            if peak <= capacity
-            else f"does not fit: {format_bytes(peak - capacity)} short{where}"
-        )
-        return Alternative(strategy, peak <= capacity, reason, max(seconds) + reduce_seconds, peak)
+        if peak <= room:
+            reason = f"fits in {counted(microbatches, 'micro-batch')}"
+        elif peak <= memory:
+            reason = f"not safe: {format_bytes(peak - room)} too much{where}"
+        else:
+            reason = f"does not fit: {format_bytes(peak - memory)} short{where}"
+        chance = chance_of_not_fitting((peak, device) for device in devices)
+        return Alternative(strategy, peak <= room, reason, max(seconds) + reduce_seconds, peak, chance)
     raise AssertionError("a batch has at least one sample")
 
 
@@ -102,7 +107,7 @@ def _peak_bytes(graph: OpGraph, costs: GraphCosts, state: StateBytes, samples: i
 
 def _kind(device: Device) -> tuple[object, ...]:
     """Equal for devices that do the same work in the same time and memory."""
-    return device.speed_alone, device.memory_bytes
+    return device.speed_alone, device.memory_bytes, device.room_bytes
 
 
 def _state(graph: OpGraph, job: Job, samples: int) -> StateBytes:

@@ -167,6 +167,8 @@ class Alternative:
     step_seconds: NonNegativeFloat | None
     """Seconds that it would take, even where it does not fit."""
     peak_memory_bytes: NonNegativeInt | None
+    chance_of_not_fitting: Annotated[float, Field(ge=0, le=1)] | None = None
+    """Chance that a device needs more memory than it has; None where that is not known."""
 
 
 def relative_gap(objective_seconds: float, bound_seconds: float) -> float:

@@ -15,6 +15,7 @@ from dataclasses import replace
 from typing import Any
 
 from cost_models.errors import InfeasibleError, UsageError
+from cost_models.room import chance_of_not_fitting
 from cost_models.units import counted
 from passes.interrupts import keep_from_here, may_be_lost
 from passes.progress import report_phase, report_simulating
@@ -96,9 +97,9 @@ def until_it_fits(
 
 
 def share_of_need(judge: Judge, simulated: Simulated) -> float:
-    """Return the least ratio of a device's memory to the plan's peak on it."""
+    """Return the least ratio of a device's room to the plan's peak on it."""
     devices = judge.cluster.devices
-    return min(d.memory_bytes / peak for d, peak in zip(devices, simulated.peak_bytes, strict=True) if peak)
+    return min(d.room_bytes / peak for d, peak in zip(devices, simulated.peak_bytes, strict=True) if peak)
 
 
 class _ProviderRuns:
@@ -190,8 +191,8 @@ class _ProviderRuns:
                 log.debug("%d devices: %s", len(part.ranks), error.what)
 
     def _larger(self, part: Part) -> bool:
-        """Tell whether the smallest device of a part has more memory than that of the cluster."""
-        sizes = [device.memory_bytes for device in self.judge.cluster.devices]
+        """Tell whether the smallest device of a part has more room than that of the cluster."""
+        sizes = [device.room_bytes for device in self.judge.cluster.devices]
         return min(sizes[rank] for rank in part.ranks) > min(sizes)
 
     def _simulated(
@@ -244,7 +245,10 @@ class _ProviderRuns:
             bound = max(bound, self.judge.lower_bound_seconds(candidate))
         if bound < self.best_seconds:
             return False
-        self.bounded.append(RunnerUp(Label.of(candidate), bound, proposal.peak_bytes, bounded=True))
+        peak, devices = proposal.peak_bytes, self.judge.cluster.devices
+        alike = len({(device.counted_as, device.memory_bytes) for device in devices}) == 1
+        chance = chance_of_not_fitting([(peak, devices[0])]) if alike else None
+        self.bounded.append(RunnerUp(Label.of(candidate), bound, peak, chance=chance, bounded=True))
         return True
 
     def outcome(self, *, interrupted: bool) -> Outcome:

@@ -20,8 +20,8 @@ MOST_ROWS = 8
 
 
 def overflow_bytes(peak_bytes: Iterable[float], devices: Sequence[Device]) -> int:
-    """Bytes that do not fit the fullest device, of the peak per rank; 0 or less if all fit."""
-    return int(max(peak - device.memory_bytes for peak, device in zip(peak_bytes, devices, strict=True)))
+    """Bytes beyond the room of the fullest device, of the peak per rank; 0 or less if all fit."""
+    return int(max(peak - device.room_bytes for peak, device in zip(peak_bytes, devices, strict=True)))
 
 
 def shortfalls(needed_bytes: Iterable[tuple[int, int]], devices: Sequence[Device]) -> list[str]:
@@ -29,14 +29,20 @@ def shortfalls(needed_bytes: Iterable[tuple[int, int]], devices: Sequence[Device
     rows = []
     for rank, size in needed_bytes:
         device = devices[rank]
-        short = size - device.memory_bytes
+        short = size - device.room_bytes
         if short > 0:
             rows.append(
-                f"rank {rank} ({device.model}) needs {format_bytes(size)}, has {format_bytes(device.memory_bytes)}: "
+                f"rank {rank} ({device.model}) needs {format_bytes(size)}, has {room_text(device)}: "
                 f"{format_bytes(short)} short ({short:,} bytes)"
             )
     more = [f"… and {len(rows) - MOST_ROWS} more devices"] if len(rows) > MOST_ROWS else []
     return [*rows[:MOST_ROWS], *more]
+
+
+def room_text(device: Device) -> str:
+    """Write "78.1 GiB", or "room for 55.7 of 78.1 GiB" where predictions may not fill it."""
+    memory = format_bytes(device.memory_bytes)
+    return memory if device.room_share == 1.0 else f"room for {format_bytes(device.room_bytes)} of {memory}"
 
 
 def held_whole(graph: OpGraph, names: Iterable[str]) -> list[str]:

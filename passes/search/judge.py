@@ -11,6 +11,7 @@ from functools import cached_property
 from typing import TypeVar
 
 from cost_models.cluster import ClusterSpec
+from cost_models.room import at_risk, chance_of_not_fitting
 from passes.costs.costs import GraphCosts
 from passes.graph.graph import OpGraph
 from passes.graph.recomputed import recomputed_ops
@@ -44,11 +45,13 @@ class Simulated:
     peak_bytes: Sequence[int]
     """Peak memory of each rank."""
     overflow_bytes: int
-    """Bytes that do not fit the fullest device; 0 or less if all fit."""
+    """Bytes beyond the room of the fullest device; 0 or less if all fit."""
+    chance: float | None = None
+    """Chance that a device needs more memory than it has."""
 
     @property
     def fits(self) -> bool:
-        """True if every device has the memory that its part of the simulated step needs."""
+        """True if every device has the room that its part of the simulated step needs."""
         return self.overflow_bytes <= 0
 
 
@@ -69,7 +72,9 @@ class Judge:
     """Simulates the candidates of one graph, and keeps the fastest that fits: most likely it will be chosen."""
 
     def __init__(self, graph: OpGraph, costs: GraphCosts, cluster: ClusterSpec, job: Job) -> None:
-        self.graph, self.costs, self.cluster, self.job = graph, costs, cluster, job
+        self.graph, self.costs, self.job = graph, costs, job
+        self.cluster = at_risk(cluster, job.risk)
+        """The cluster, whose devices have the room that plans have at the job's risk."""
         self.tried: list[Simulated] = []
         """Everything that was simulated, in order."""
         self._kept: tuple[Candidate, Carried] | None = None
@@ -97,7 +102,8 @@ class Judge:
         """The figures of a realized candidate."""
         peak_bytes = realized.simulation.peak_bytes
         over = overflow_bytes(peak_bytes, self.cluster.devices)
-        return Simulated(candidate, realized.simulation.step_seconds, peak_bytes, over)
+        chance = chance_of_not_fitting(zip(peak_bytes, self.cluster.devices, strict=True))
+        return Simulated(candidate, realized.simulation.step_seconds, peak_bytes, over, chance)
 
     def keep(self, candidate: Candidate, carried: Carried, fits: bool) -> None:
         """Remember what ``candidate`` became, if it fits and nothing faster is kept."""

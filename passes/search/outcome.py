@@ -108,7 +108,9 @@ class RunnerUp:
     peak_bytes: int
     """Peak memory of the fullest device, simulated or as the search estimates it."""
     overflow_bytes: int = 0
-    """Bytes that do not fit the fullest device; 0 or less if all fit."""
+    """Bytes beyond the room of the fullest device; 0 or less if all fit."""
+    chance: float | None = None
+    """Chance that a device needs more memory than it has; None where a peak is estimated on one of unlike devices."""
     bounded: bool = False
     """True where it was proved slower without a simulation."""
     named: bool = False
@@ -117,13 +119,14 @@ class RunnerUp:
 
     @property
     def fits(self) -> bool:
-        """True if every device has the memory for it."""
+        """True if every device has the room for it."""
         return self.overflow_bytes <= 0
 
     @staticmethod
     def of(label: Label, simulated: Simulated) -> RunnerUp:
         """Keep the figures of a simulated candidate."""
-        return RunnerUp(label, simulated.step_seconds, max(simulated.peak_bytes), simulated.overflow_bytes)
+        peak_bytes = max(simulated.peak_bytes)
+        return RunnerUp(label, simulated.step_seconds, peak_bytes, simulated.overflow_bytes, simulated.chance)
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from passes.graph.graph import OpGraph
 from passes.graph.least_samples import least_samples
 from passes.search.feature.graph import FeatureGraph
 from passes.search.feature.setting import Setting
-from passes.search.infeasible import held_whole
+from passes.search.infeasible import held_whole, room_text
 
 
 def least_saved_bytes(space: FeatureGraph, ranks: int, samples: int) -> float:
@@ -36,15 +36,15 @@ def does_not_fit(
     graph = space.graph
     whole = held_whole(graph, (name for unit in space.units if unit.only_whole for name in unit.members))
     devices = setting.sharing
-    smallest = min(devices, key=lambda device: device.memory_bytes)
-    capacity, world = smallest.memory_bytes, len(devices)
+    smallest = min(devices, key=lambda device: device.room_bytes)
+    capacity, world = smallest.room_bytes, len(devices)
     held = [
         (spec.elements, graph.types_of(name, setting.job.precision), name in graph.trained)
         for name, spec in (*graph.parameters.items(), *graph.buffers.items())
     ]
     state = state_bytes(held, setting.job.optimizer).total
     because = [
-        f"rank {smallest.rank} ({smallest.model}) has {format_bytes(capacity)}, and every sharding "
+        f"rank {smallest.rank} ({smallest.model}) has {room_text(smallest)}, and every sharding "
         f"{'that is known ' if whole else ''}needs "
         + ("more" if math.isinf(least_bytes) else f"at least {format_bytes(int(least_bytes))} of each device")
         + ("" if whole or math.isinf(least_bytes) else " (proved)"),
@@ -57,11 +57,9 @@ def does_not_fit(
             f"{format_bytes(int(setting.reserved_bytes))} of each device are left for what only simulating a step shows"
         )
     because.append(f"that is counted with {_kept_for_backward(setting)}")
-    unequal = {device.memory_bytes for device in devices}
-    if len(unequal) > 1:
-        because.append(
-            f"all devices have equal parts: of the largest, {format_bytes(max(unequal))}, no more is used"
-        )
+    largest = max(devices, key=lambda device: device.room_bytes)
+    if largest.room_bytes > capacity:
+        because.append(f"all devices have equal parts: of the largest, {room_text(largest)}, no more is used")
     if state / world > capacity:
         ways = [
             f"{math.ceil(state / capacity):,} or more devices of this size, or an optimizer with less state"

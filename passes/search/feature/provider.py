@@ -135,7 +135,7 @@ class MeshProvider:
 
     @property
     def _smallest_bytes(self) -> int:
-        return min(device.memory_bytes for device in self.judge.cluster.devices)
+        return min(device.room_bytes for device in self.judge.cluster.devices)
 
     def candidate(self, proposal: Proposal[RecomputedSharding]) -> Candidate:
         """Make the sharding one stage."""

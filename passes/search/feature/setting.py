@@ -61,8 +61,8 @@ class Setting:
 
     @property
     def capacity_bytes(self) -> float:
-        """Memory of the smallest device: all have equal parts."""
-        return min(device.memory_bytes for device in self.sharing) - self.reserved_bytes
+        """Room of the smallest device: all have equal parts."""
+        return min(device.room_bytes for device in self.sharing) - self.reserved_bytes
 
     @cached_property
     def devices(self) -> tuple[Device, ...]:

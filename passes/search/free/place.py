@@ -212,7 +212,7 @@ def _estimated_share(judge: FreeJudge, missed: Simulated) -> float:
     shares = [
         held / peak
         for held, peak, device in zip(estimated, missed.peak_bytes, judge.judge.cluster.devices, strict=True)
-        if peak > device.memory_bytes
+        if peak > device.room_bytes
     ]
     return float(min([1.0, *shares]))
 

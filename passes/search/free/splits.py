@@ -110,7 +110,7 @@ def automatic_families(graph: OpGraph, costs: GraphCosts, cluster: ClusterSpec) 
     known = [family for family in families(graph) if family.units > 1]
     table = costs.at(graph.example_batch_size)  # as families' FLOPs are counted
     work = max(sum(family.flops for family in known), float(np.sum(table.forward_flops)))
-    room, large = max(device.memory_bytes for device in cluster.devices), LARGE_FAMILY * work / count
+    room, large = max(device.room_bytes for device in cluster.devices), LARGE_FAMILY * work / count
     chosen = tuple(f for f in known if f.flops > large or 2 * _weight_bytes(graph, f) > room)
     more = sum(len(family.ops) for family in chosen) * count * OPS_PER_BLOCK
     return chosen if len(graph) + more <= MOST_SPLIT_OPS else ()

@@ -37,7 +37,7 @@ class Floors:
     """Micro-batches may take less than their share of the whole batch's work: it bounds none of them."""
     _known: dict[Hashable, float] = field(default_factory=dict)
     _paces: dict[Hashable, list[tuple[float, int]]] = field(default_factory=dict)
-    _memories: dict[Hashable, int] = field(default_factory=dict)
+    _rooms: dict[Hashable, int] = field(default_factory=dict)
 
     def work_seconds(self, run: Run, samples: int) -> float:
         """Seconds of a replica's micro-batch of ``samples`` on a run's shards, in its fastest group.
@@ -75,7 +75,7 @@ class Floors:
 
     def _floor(self, option: GroupOption, room: float) -> float:
         """Give each group its best share: the fastest ones full, for every number of them."""
-        if room * sum(map(self._memory_bytes, option.runs)) < self._state_bytes:
+        if room * sum(map(self._room_bytes, option.runs)) < self._state_bytes:
             return math.inf
         if self.cheaper_in_pieces:
             return 0.0
@@ -93,15 +93,13 @@ class Floors:
             least = min(least, (fill * groups + m - fill) / rate)
         return least
 
-    def _memory_bytes(self, run: Run) -> int:
-        """Count the memory of all of a run's devices, each as much as the smallest in its group."""
-        if run.key not in self._memories:
+    def _room_bytes(self, run: Run) -> int:
+        """Count the room of all of a run's devices, each as much as the smallest in its group."""
+        if run.key not in self._rooms:
             devices = self.search.cluster.devices
             groups = map(run.ranks, range(run.groups))
-            self._memories[run.key] = sum(
-                run.size * min(devices[rank].memory_bytes for rank in g) for g in groups
-            )
-        return self._memories[run.key]
+            self._rooms[run.key] = sum(run.size * min(devices[rank].room_bytes for rank in g) for g in groups)
+        return self._rooms[run.key]
 
     @cached_property
     def _state_bytes(self) -> int:

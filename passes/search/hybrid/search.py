@@ -221,7 +221,7 @@ class GroupSearch:
 
     def _staged(self, option: GroupOption, stages: Sequence[RangeTableT], room: float) -> Staged[RangeTableT]:
         devices = self.cluster.devices
-        capacity = [room * min(devices[rank].memory_bytes for rank in ranks) for ranks in option.ranks]
+        capacity = [room * min(devices[rank].room_bytes for rank in ranks) for ranks in option.ranks]
         return Staged(option, stages[::-1], self._links(option), capacity, self.recompute)
 
     @phase("program")

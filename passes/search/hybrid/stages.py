@@ -161,7 +161,7 @@ class StageSearch:
             tuple(tuple(position[op] for op in names) for names in stage.again),
             place.crossing_seconds_per_byte,
             tuple(shares.values()),
-            tuple((d.speed_alone, d.memory_bytes, d.node - devices[0].node) for d in devices),
+            tuple((d.speed_alone, d.room_bytes, d.node - devices[0].node) for d in devices),
         )
         if key not in self._known:
             request = FeatureRequest(

@@ -148,7 +148,7 @@ def device_plan(
         return _single(cluster, table, "sequence", tuple(itertools.chain.from_iterable(rounds)), text)
     groups: dict[tuple[int, int], list[int]] = {}
     for rank, device in enumerate(cluster.devices):
-        groups.setdefault((table.row_of[rank], device.memory_bytes), []).append(rank)
+        groups.setdefault((table.row_of[rank], device.room_bytes), []).append(rank)
     if len(groups) > 1:
         states = len(groups) * math.prod(len(ranks) + 1 for ranks in groups.values())
         if states <= TUNING.most_device_states:
@@ -166,7 +166,7 @@ def _single(
     devices = cluster.devices
     world = len(devices)
     kinds = tuple(
-        DevicePool(f"rank {rank}", table.row_of[rank], float(device.memory_bytes))
+        DevicePool(f"rank {rank}", table.row_of[rank], float(device.room_bytes))
         for rank, device in enumerate(devices)
     )
     if assignment == "ordered":

@@ -142,7 +142,7 @@ class LayerProvider:
             self._estimated_bytes(judged.proposal.solved), judged.simulated.peak_bytes, self.search.cluster.devices,
             strict=True,
         )  # fmt: skip
-        return min(float(held) / peak for held, peak, device in ranks if peak > device.memory_bytes)
+        return min(float(held) / peak for held, peak, device in ranks if peak > device.room_bytes)
 
     def proved(self) -> Proved:
         """Return the bound over all options, and each option's, the lowest by name."""

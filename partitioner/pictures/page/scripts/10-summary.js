@@ -111,16 +111,17 @@ function alternativesTable(summary) {
     'What other plans would cost',
     table(
       'Other plans beside this one',
-      ['plan', 'step', 'beside this plan', 'peak memory', 'fits', 'why'],
+      ['plan', 'step', 'beside this plan', 'peak memory', 'risk', 'fits', 'why'],
       summary.alternatives.map((other) => [
         other.name,
         other.step_seconds === null ? '–' : formatSeconds(other.step_seconds),
         other.step_seconds === null || !summary.step_seconds ? '–' : relative(other.step_seconds),
         other.peak_bytes === null ? '–' : formatBytes(other.peak_bytes),
+        other.chance,
         other.feasible ? el('span', {class: 'yes'}, '✓ yes') : el('span', {class: 'no'}, '✗ no'),
         other.reason || '',
       ]),
-      [1, 2, 3],
+      [1, 2, 3, 4],
     ),
   );
 }

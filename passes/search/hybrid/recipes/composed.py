@@ -182,7 +182,7 @@ def composed(
 ) -> Composed:
     """Compose the ranges of a group. ``families``: micro-batches held at once that prices are made for;
     ``step_seconds``: about those of a step, which scales the prices."""
-    capacity = min(search.cluster.devices[rank].memory_bytes for rank in group.ranks)
+    capacity = min(search.cluster.devices[rank].room_bytes for rank in group.ranks)
     scale = np.array(SCALE) * step_seconds / capacity
     state = np.concatenate([scale[:1], *[scale[1:] for _ in families]])
     prices = Prices(state, np.concatenate([scale[:1], *[scale[1:] * held for held in families]]))

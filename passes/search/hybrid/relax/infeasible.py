@@ -200,7 +200,7 @@ class Relaxations:
         if found is None:
             return
         devices = self.search.cluster.devices
-        needed = max(peak / d.memory_bytes for peak, d in zip(found.peak_bytes, devices, strict=True))
+        needed = max(peak / d.room_bytes for peak, d in zip(found.peak_bytes, devices, strict=True))
         factor = max(least * NEAR, needed) * NEAR
         larger = with_memory(self.search.cluster, factor)
         whole = self.given.on(larger)

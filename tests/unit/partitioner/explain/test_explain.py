@@ -12,6 +12,8 @@ from torch import nn
 
 from cost_models.cluster import ClusterSpec
 from cost_models.errors import PlanError, UsageError
+from cost_models.room import FILLS
+from cost_models.units import format_bytes
 from partitioner import Plan, partition, trace
 from partitioner.explain.explain import _why
 from partitioner.pictures.dot import to_dot
@@ -176,10 +178,12 @@ def test_memory_is_a_reason() -> None:
     placement = changed(placement, "up.weight", ("up.weight",), "stored S0")
     setting = Setting(planned.cluster, Job(64, "adamw", planned.precision))
     found = alternatives(graph, costs_of(graph, planned.cluster), placement, setting, "up.weight")
-    assert _why(found).startswith("it was fixed by a pin")
+    assert _why(found, FILLS).startswith("it was fixed by a pin")
     tight = replace(found, capacity_bytes=found.chosen.memory_bytes)
     assert not any(map(tight.fits, tight.cheaper))
-    assert _why(tight).startswith("the cheapest that fits: ")
+    assert _why(tight, FILLS).startswith("the cheapest that fits: ")
+    room = format_bytes(int(tight.capacity_bytes))
+    assert _why(tight, 0.05).endswith(f"on a device, where 5% risk leaves room for {room}")
 
 
 @pytest.mark.parametrize(

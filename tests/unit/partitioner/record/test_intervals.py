@@ -7,10 +7,13 @@ from pathlib import Path
 
 import pytest
 
+from cost_models import room
 from cost_models.cluster import ClusterSpec
 from cost_models.intervals import Spread
+from cost_models.room import FILLS
 from partitioner.plan import Plan
 from partitioner.record import data
+from partitioner.record.records import RiskRecord
 from partitioner.report.intervals import chance_text, peak_text, rates_text, step_text
 from tests.support.made_plans import GIB, made_hybrid_plan, made_plan, made_sharded_plan
 
@@ -69,7 +72,7 @@ def spreads(monkeypatch: pytest.MonkeyPatch) -> None:
         "STEP_SECONDS",
         {("pipeline", "presets"): spread, ("pipeline", "named stack"): Spread(0.0, 0.01, 4, 0, 0)},
     )
-    monkeypatch.setattr(data, "PEAK_BYTES", {"cuda": spread, "cpu": Spread(0.0, 0.01, 1, 0, 0)})
+    monkeypatch.setattr(room, "PEAK_BYTES", {"cuda": spread, "cpu": Spread(0.0, 0.01, 1, 0, 0)})
 
 
 @pytest.mark.usefixtures("spreads")
@@ -106,6 +109,26 @@ def test_the_chance_of_not_fitting_is_that_of_the_fullest_device(
 
 
 @pytest.mark.usefixtures("spreads")
+@pytest.mark.parametrize(
+    ("allowed", "said", "not_safe"),
+    [
+        (0.2, "13% chance of not fitting (20% allowed)", False),
+        (0.005, "13% chance of not fitting (0.5% allowed)", True),
+        (FILLS, "13% chance of not fitting", False),
+    ],
+)
+def test_a_plan_says_what_it_was_allowed(allowed: float, said: str, not_safe: bool) -> None:
+    cluster = gpus(2)
+    memory = cluster.devices[0].memory_bytes
+    risk = RiskRecord(allowed=allowed, chance=0.13, room_bytes={"0": memory, "1": memory}, ways=("less",))
+    plan = made_plan(cluster, peak_bytes=round(memory * math.exp(-0.0647)), risk=risk)
+    assert chance_text(plan) == said
+    assert plan.is_too_risky == not_safe
+    first = "not safe    13% chance of not fitting, 0.5% allowed; nothing safer was found\ntry         less\nmodel"
+    assert str(plan).startswith(first if not_safe else "model")
+
+
+@pytest.mark.usefixtures("spreads")
 def test_software_that_is_named_is_another_kind_of_rates() -> None:
     device = {"preset": "A100-40GB", "stack": "2023"}
     cluster = ClusterSpec.from_dict({"nodes": [{"count": 2, "links": "NVLink3", "device": device}]})
@@ -130,7 +153,7 @@ def test_guessed_rates_have_no_interval_and_memory_has_one() -> None:
 def test_kinds_that_were_never_run_have_no_interval_of_the_step_and_that_of_cuda_devices_memory() -> None:
     plan = made_plan(ClusterSpec.parse("MI300X:2"))
     assert plan.intervals.step_seconds is None
-    spread = data.PEAK_BYTES["cuda"]
+    spread = room.PEAK_BYTES["cuda"]
     peak = plan.prediction.peak_memory_bytes[str(plan.fullest_device)]
     assert plan.intervals.peak_memory_bytes == spread.interval(peak)
     assert rates_text(plan) == (

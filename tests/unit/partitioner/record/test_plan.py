@@ -72,9 +72,9 @@ def test_the_file_has_every_documented_field() -> None:
         "objective", "objective_seconds", "bound_seconds", "gap", "simulated_lower_bound_seconds", "space",
         "whole_ops_bound_seconds", "method", "solver_status", "search_seconds",
     } == set(DATA["certificate"])  # fmt: skip
-    assert {"strategy", "feasible", "reason", "step_seconds", "peak_memory_bytes"} == set(
-        DATA["alternatives"][0]
-    )
+    assert {
+        "strategy", "feasible", "reason", "step_seconds", "peak_memory_bytes", "chance_of_not_fitting",
+    } == set(DATA["alternatives"][0])  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -263,6 +263,7 @@ OPTIONAL = (
     "outline",
     "state_parts",
     "update_bytes",
+    "risk",
 )
 
 

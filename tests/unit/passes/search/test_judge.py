@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import nn
 
 from cost_models.cluster import ClusterSpec
+from cost_models.spreads import PEAK_BYTES
 from passes.costs.costs import costs_of
 from passes.graph.graph import OpGraph
 from passes.lower.candidate import Candidate
@@ -96,6 +99,16 @@ def test_what_overflows_is_not_kept_however_fast(graph: OpGraph) -> None:
     assert tight.kept(over.candidate) is None
     assert tight.kept(fits.candidate) is not None
     assert fastest_fitting(tight.tried) is fits
+
+
+def test_what_fits_the_memory_and_not_its_room_overflows(graph: OpGraph) -> None:
+    roomy = judge_of(graph).simulate(cut_at(graph, 0.5, 8))
+    machine = ClusterSpec.local(2, memory=int(max(roomy.peak_bytes)))
+    judge = Judge(graph, costs_of(graph, machine), machine, replace(JOB, risk=0.05))
+    found = judge.simulate(cut_at(graph, 0.5, 8))
+    assert not found.fits
+    assert found.overflow_bytes == machine.devices[0].memory_bytes - judge.cluster.devices[0].room_bytes > 0
+    assert found.chance == PEAK_BYTES["cpu"].chance_above(1.0, 1.0) > 0.05
 
 
 def test_what_is_chosen_is_kept_whatever_was_kept_before(graph: OpGraph) -> None:

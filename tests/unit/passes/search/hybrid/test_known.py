@@ -105,7 +105,7 @@ def test_one_that_does_not_fit_says_by_how_much() -> None:
     plan = planned(ClusterSpec.local(4, memory="3MiB"), batch_size=32, microbatches=1)
     (row,) = [other for other in plan.alternatives if other.strategy == "1F1B pipeline x4"]
     assert not row.feasible
-    assert row.reason.startswith("exceeds a device by ")
+    assert row.reason.startswith("exceeds what is safe by ")
     assert row.peak_memory_bytes is not None
     assert row.peak_memory_bytes > 3 * 2**20
     assert rows(plan).keys() >= {"FSDP x4", "tensor 4"}
@@ -128,7 +128,7 @@ def test_one_that_overflows_and_is_slower_than_what_fits_is_not_solved_again(
     (row,) = [other for other in plan.alternatives if other.strategy == "1F1B pipeline x4"]
     assert row.step_seconds == 1.0
     slower = 1.0 / plan.prediction.step_seconds - 1
-    assert row.reason == f"exceeds a device by 7.00 MiB, and is {slower:.1%} slower"
+    assert row.reason == f"exceeds what is safe by 7.00 MiB, and is {slower:.1%} slower"
     assert not row.feasible
     assert not again
 
