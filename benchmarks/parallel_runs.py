@@ -3,9 +3,9 @@
     python -m benchmarks.parallel_runs --runs parallel_runs.csv [--only GLOB] [--source ID] [--kind TP] [--trust AB]
                                        [--sample N] [--part 1/2] [--stored-only] [--rows]
 
-Each row is planned as its source ran it, by one ``fix`` line (``benchmarks.parallel_rows``); the errors are those of the simulated step and
-of the memory that the source published, over the published, less one. A prediction is stored under what it depends on, the row's
-plan and all code of the four floors (``STORE``): another run predicts only what has changed since, or has not been predicted.
+Each row is planned as its source ran it, by one ``fix`` line (``benchmarks.parallel_rows``). Errors are those of the
+simulated step, and of the memory that the source published, over the published, less one. A prediction is stored under what
+it depends on, the row's plan and all code of the four floors (``STORE``), so another run predicts only what has changed.
 """
 
 from __future__ import annotations
