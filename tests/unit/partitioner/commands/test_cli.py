@@ -141,7 +141,7 @@ def test_a_sharded_plan_is_explained_and_its_ranks_drawn(tmp_path: Path, capsys:
     file = tmp_path / "sharded.json"
     out(capsys, "plan", NET, *GOOD, "--strategy", "feature", "--pin", "first.weight=S0", "-o", file)
     assert "mesh 2 on 2 devices" in out(capsys, "show", file)
-    assert "\n*  R~ S0 S0 -> S1" in out(capsys, "explain", file, "linear", "--model", NET)
+    assert "\n*  R R R -> R" in out(capsys, "explain", file, "linear", "--model", NET)
     data = json.loads(out(capsys, "explain", file, "first.weight", "--model", NET, "--json"))
     assert [way["layout"] for way in data["ways"] if way["chosen"]] == ["stored S0"]
     text = out(capsys, "graph", NET, "--plan", file, "--rank", "1")
