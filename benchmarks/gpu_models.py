@@ -110,7 +110,10 @@ def preset_of(card: str, memory_bytes: int) -> str | None:
     }
     sizes = {name: device.resolved().memory or 0 for name, device in found.items() if device is not None}
     near = {
-        name: abs(size - memory_bytes)
+        name: (
+            -name.count("-"),
+            abs(size - memory_bytes),
+        )  # "H100-PCIE-80GB" says more of a card than "H100-80GB"
         for name, size in sizes.items()
         if abs(size - memory_bytes) < 0.1 * memory_bytes
     }

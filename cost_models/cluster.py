@@ -346,6 +346,8 @@ class ClusterSpec(Section):
         if len(self.ranks_per_node) > 1:
             last = self.ranks_per_node[-1]
             lines.append(f"  between nodes: {_path_text(self.path(first[0], last[0]))}")
+        if self.usd_per_hour is not None:
+            lines.append(f"  {self.usd_per_hour:,.2f} USD per hour")
         return "\n".join(lines)
 
     def __str__(self) -> str:

@@ -150,6 +150,12 @@ def is_verified(sources: tuple[str, ...]) -> bool:
 
 
 def is_called(preset: str, card: str) -> bool:
-    """Tell whether a driver's name can mean the preset: "NVIDIA H100 80GB HBM3" is an "H100-80GB", an L40S no "L4"."""
-    letters = "[ -]?".join(re.escape(letter) for letter in preset.partition("-")[0])
-    return re.search(rf"(?<![a-z0-9]){letters}(?![a-z0-9]| ?ti\b| super)", card, re.IGNORECASE) is not None
+    """Tell whether a driver's name can mean the preset: "NVIDIA H100 80GB HBM3" is an "H100-80GB", an L40S no "L4".
+
+    Sizes are not compared: not every card says its own.
+    """
+    family, *words = preset.split("-")
+    letters = "[ -]?".join(map(re.escape, family))
+    return re.search(
+        rf"(?<![a-z0-9]){letters}(?![a-z0-9]| ?ti\b| super)", card, re.IGNORECASE
+    ) is not None and all(word.lower() in card.lower() for word in words if not word.endswith("GB"))

@@ -74,7 +74,7 @@ def plan(
     model
         file.py:factory, package.module:factory, hf:PATH/config.json, or a bundled name (gpt2, llama-70b, …).
     cluster
-        A cluster file, PRESET[:NODES] such as dgx-h100:8, or local:N for CPU workers on this machine.
+        A cluster file, PRESET[:NUMBER] such as dgx-h100:8, aws:p5.48xlarge:4 or RTX4090:2, or local:N for CPU workers here.
     output
         The file to write the plan to; without it nothing is written.
     no_cache

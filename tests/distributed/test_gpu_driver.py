@@ -193,7 +193,9 @@ def test_the_calibrations_command_is_one(tmp_path: Path) -> None:
         ("Tesla V100-SXM2-16GB", 16.9, "V100-16GB"),
         ("NVIDIA H200", 150.1, "H200-141GB"),
         ("NVIDIA A100 MIG 3g.20gb", 20.9, None),
-        ("NVIDIA GeForce RTX 4090", 25.4, None),
+        ("NVIDIA H100 PCIe", 84.9, "H100-PCIE-80GB"),
+        ("NVIDIA GeForce RTX 4090", 25.4, "RTX4090"),
+        ("NVIDIA GeForce GTX 1080 Ti", 11.7, None),
     ],
 )
 def test_a_drivers_name_means_a_preset(card: str, gigabytes: float, preset: str | None) -> None:

@@ -65,6 +65,7 @@ def test_cloud_instances_of_the_command_line() -> None:
     cluster = ClusterSpec.parse("aws:p5.48xlarge:4")
     assert cluster.world_size == 32
     assert cluster.usd_per_hour == 4 * 55.04
+    assert cluster.describe().endswith("\n  220.16 USD per hour")
     assert [device.node_name for device in cluster.devices[::8]] == [f"p5.48xlarge-{i}" for i in range(4)]
     assert ClusterSpec.from_dict(cluster.to_dict()) == cluster
     assert ClusterSpec.parse("gcp:a3-highgpu-8g").world_size == 8

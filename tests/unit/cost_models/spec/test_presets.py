@@ -122,6 +122,8 @@ def test_rates_are_dense() -> None:
     [
         ("H100-80GB", "NVIDIA H100 80GB HBM3", True),
         ("A100-40GB", "NVIDIA A100-SXM4-40GB", True),
+        ("H100-PCIE-80GB", "NVIDIA H100 PCIe", True),
+        ("H100-PCIE-80GB", "NVIDIA H100 80GB HBM3", False),
         ("TitanX-12GB", "NVIDIA GeForce GTX TITAN X", True),
         ("RTX6000Ada", "NVIDIA RTX 6000 Ada Generation", True),
         ("L4", "NVIDIA L40S", False),
