@@ -117,6 +117,7 @@ def planned(
         "step_seconds": plan.prediction.step_seconds,
         "gap": plan.certificate.gap,
         "chance": plan.intervals.chance_of_not_fitting,
+        "too_risky": plan.is_too_risky,
         "plan": words(plan),
         "seconds": time.perf_counter() - started,
     }  # fmt: skip

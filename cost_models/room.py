@@ -24,6 +24,10 @@ FILLS = 0.5
 """The risk from which on predictions fill the memory."""
 
 
+DIGITS = 9
+"""Digits of a chance that are kept: the rest is rounding of sums, and of quantiles that are found by bisection."""
+
+
 def peak_spread(device: Device) -> Spread:
     """Return how far measured peaks on such a device were from predicted ones."""
     return PEAK_BYTES[device.counted_as]
@@ -53,4 +57,5 @@ def chance_of_not_fitting(peaks: Iterable[tuple[float, Device]]) -> float:
     fullest: defaultdict[CountedKind, float] = defaultdict(float)
     for peak, device in peaks:
         fullest[device.counted_as] = max(fullest[device.counted_as], peak / device.memory_bytes)
-    return max((PEAK_BYTES[kind].chance_above(share, 1.0) for kind, share in fullest.items()), default=0.0)
+    chances = [PEAK_BYTES[kind].chance_above(share, 1.0) for kind, share in fullest.items()]
+    return round(max(chances, default=0.0), DIGITS)

@@ -14,6 +14,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from cost_models.cluster import ClusterSpec
+from cost_models.room import FILLS
 from cost_models.units import counted, format_seconds
 from passes.costs.costs import GraphCosts, costs_of
 from passes.graph.graph import OpGraph
@@ -74,7 +75,9 @@ def bounded(outcome: Outcome, judge: Judge, whole_batch: str = "") -> Outcome:
     micro-batch, if the model is the reason.
     """
     seconds = any_plan_bound(judge.graph, judge.costs, judge.cluster, judge.job)
-    space = outcome.certificate.space + (f"; one micro-batch only: {whole_batch}" if whole_batch else "")
+    space, risk = outcome.certificate.space, judge.job.risk
+    space += f"; within a risk of {100 * risk:.3g}%" if risk < FILLS else ""
+    space += f"; one micro-batch only: {whole_batch}" if whole_batch else ""
     certificate = replace(outcome.certificate, simulated_lower_bound_seconds=seconds, space=space)
     whole = not outcome.splits and not outcome.best.candidate.shardings
     certificate.refuse_broken_bounds(outcome.best.step_seconds, whole_ops=whole)

@@ -23,9 +23,6 @@ from passes.lower.job import Job
 from passes.shard.words import read_placements
 from runtime.segment.microbatch import microbatch_sizes
 
-ROUNDING = 1e-6
-"""Relative difference of chances that is none: quantiles are found by bisection."""
-
 
 @dataclass(frozen=True)
 class PlanIntervals:
@@ -111,7 +108,7 @@ class PlanData(PlanFields):
     @property
     def job(self) -> Job:
         """The step that it was planned for; where nothing was safe, at a risk at which predictions fill the memory."""
-        safe = self.risk is not None and self.risk.chance <= self.risk.allowed * (1 + ROUNDING)
+        safe = self.risk is not None and self.risk.chance <= self.risk.allowed
         risk = self.risk.allowed if self.risk is not None and safe else FILLS
         return Job(self.batch_size, self.optimizer_memory, self.precision, risk)
 
@@ -119,7 +116,7 @@ class PlanData(PlanFields):
     def is_too_risky(self) -> bool:
         """True if its chance of not fitting is above what was allowed, by how far off peaks are known to be today."""
         allowed = FILLS if self.risk is None else self.risk.allowed
-        return allowed < FILLS and self.intervals.chance_of_not_fitting > allowed * (1 + ROUNDING)
+        return allowed < FILLS and self.intervals.chance_of_not_fitting > allowed
 
     @property
     def world_size(self) -> int:

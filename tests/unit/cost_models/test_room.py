@@ -57,5 +57,5 @@ def test_the_chance_is_that_of_the_device_with_the_largest() -> None:
     """A worker is fuller than a GPU, which is less sure."""
     gpu, worker = ClusterSpec.parse("A100-40GB:1").devices[0], ClusterSpec.local(1, "1GiB").devices[0]
     peaks = [(0.9 * gpu.memory_bytes, gpu), (0.5 * gpu.memory_bytes, gpu), (1.0 * 2**30, worker)]
-    assert chance_of_not_fitting(peaks) == PEAK_BYTES["cuda"].chance_above(0.9, 1.0)
+    assert chance_of_not_fitting(peaks) == pytest.approx(PEAK_BYTES["cuda"].chance_above(0.9, 1.0))
     assert chance_of_not_fitting([(0, gpu)]) == 0.0
