@@ -26,7 +26,7 @@ def _third(preset: str) -> dict[str, Any]:
         "name": f"third-of-{preset}",
         "kind": device["kind"],
         "memory": device["memory"],
-        "memory_reserved": device["memory_reserved"],
+        **{key: device[key] for key in ("memory_context",) if key in device},
         "memory_bandwidth": f"{_number(device['memory_bandwidth'], 'GB/s') / TIMES:.1f}GB/s",
         "flops": {dtype: f"{_number(rate, 'T') / TIMES:.3f}T" for dtype, rate in device["flops"].items()},
         "launch_overhead": f"{_number(device['launch_overhead'], 'us') * TIMES:g}us",

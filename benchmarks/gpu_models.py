@@ -216,10 +216,9 @@ def _measured(
 
 
 def _predicted(plan: Plan) -> dict[str, Any]:
-    rank = str(plan.used_devices[0])
     return {
         "step_seconds": plan.prediction.step_seconds,
-        "peak_bytes": plan.prediction.peak_memory_bytes[rank],
+        "peak_bytes": plan.prediction.memory_parts(plan.used_devices[0])["tensors"],
         "confidence": plan.prediction.confidence,
     }
 

@@ -140,8 +140,7 @@ def predicted(row: ParallelRow, run: AsRun) -> Predicted:
         plan = planned(run)
     except PartitionerError as error:
         return Predicted(row["id"], key_of(run), refused="; ".join([error.what, *error.because])[:300])
-    peaks = plan.prediction.peak_memory_bytes
-    by_rank = [peaks[str(rank)] for rank in range(plan.world_size)]
+    by_rank = [plan.prediction.memory_parts(rank)["tensors"] for rank in range(plan.world_size)]
     intervals = plan.intervals
     return Predicted(
         row["id"],

@@ -260,7 +260,7 @@ def predicted(run: Run, held_out: bool = False) -> Outcome:
     return Outcome(
         run,
         prediction.step_seconds,
-        max(prediction.peak_memory_bytes.values()) + context_bytes,
+        prediction.memory_parts(plan.fullest_device)["tensors"] + context_bytes,
         residual=residual_of(
             "published", source, run.id, plan, run.step_seconds, max(0.0, run.peak_bytes - context_bytes)
         ),

@@ -38,7 +38,7 @@ class Residual:
 def residual_of(
     benchmark: str, source: str, name: str, plan: Plan, step_seconds: float, peak_bytes: float
 ) -> Residual:
-    """Return the residual of a plan that was measured; ``peak_bytes`` of its fullest device, 0 if unknown."""
+    """Return the residual of a plan that was measured; ``peak_bytes`` of tensors on its fullest device, 0 if unknown."""
     predicted, intervals = plan.prediction, plan.intervals
     fullest = plan.fullest_device
     return Residual(
@@ -49,7 +49,7 @@ def residual_of(
         intervals.origin.rates or "",
         plan.cluster.devices[fullest].kind,
         step_seconds / predicted.step_seconds,
-        peak_bytes / predicted.peak_memory_bytes[str(fullest)] if peak_bytes else None,
+        peak_bytes / predicted.memory_parts(fullest)["tensors"] if peak_bytes else None,
     )
 
 

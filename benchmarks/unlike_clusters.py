@@ -54,5 +54,5 @@ def with_less_memory(cluster: ClusterSpec, plan: Plan, share: float) -> ClusterS
     for node in data["nodes"]:
         own = [peaks.get(device.rank, 0) for device in cluster.devices if device.node_name == node["name"]]
         most = max(own) or max(peaks.values())
-        node["device"] |= {"memory": max(2**20, int(share * most)), "memory_reserved": 0}
+        node["device"] |= {"memory": max(2**20, int(share * most)), "memory_reserved": 0, "memory_process": 0}
     return ClusterSpec.from_dict(data, source=cluster.name)

@@ -394,4 +394,6 @@ def _device(node: NodeSpec) -> Device:
         kernel_overhead_seconds=full.kernel_overhead or 0.0,
         efficiency=Rates({**DEFAULT_EFFICIENCY[counted_kind(kind)], **(full.efficiency or {})}),
         op_times=full.op_times,
+        context_bytes=full.beside_tensors,
+        communicators=full.communicators,
     )

@@ -75,6 +75,11 @@ _RATE_OF_DTYPE: Mapping[torch.dtype, str] = {
 }
 
 
+CONTEXT_BYTES = 400_000_000
+"""A process's CUDA context where nothing better is known: 300 to 400 MB since CUDA 11.7 loads kernels when they are called
+(pytorch issues 109888 and 107667); 256 to 527 MiB were measured on single cards (RTX 3090, RTX 6000 Ada, H100)."""
+
+
 class Rates(Mapping[str, float]):
     """A mapping from names to numbers that is frozen, hashable and picklable."""
 
@@ -118,7 +123,7 @@ class Device:
     """The name of the preset, or the one that the file gives: ``"H100-80GB"``."""
     kind: DeviceKind
     memory_bytes: int
-    """Usable bytes: memory − memory_reserved."""
+    """Bytes that a process can have of the memory that the driver reports: memory − memory_reserved."""
     memory_bandwidth_bytes_per_second: float
     flops_per_second: Rates
     """Dense peak per rate name (``RATE_NAMES``)."""
@@ -130,12 +135,17 @@ class Device:
     """Part of the peak that is reached, in (0, 1], per kind of kernel (``EFFICIENCY_NAMES``)."""
     op_times: OpTimes | None = None
     """Measured seconds by kind of op, where calibrated: they replace the roofline for these kinds."""
+    context_bytes: int = 0
+    """Bytes that a process holds of it before any tensor: the driver's context; if it is given, all beside tensors."""
+    communicators: Literal["none", "lazy", "eager"] = "none"
+    """The way in which their memory is counted (``cost_models.nccl_memory``): none on CPUs, and where what a process holds
+    beside tensors is given; "eager" with software of 2023, which connects them before their first use."""
     room_share: float = 1.0
     """Share of ``memory_bytes`` that plans may fill by prediction (``cost_models.room``)."""
 
     @property
     def room_bytes(self) -> int:
-        """Bytes that plans may fill by prediction."""
+        """Bytes that plans may fill by prediction, with what processes hold beside tensors."""
         return int(self.memory_bytes * self.room_share)
 
     @property
@@ -146,7 +156,9 @@ class Device:
     @property
     def speed_alone(self) -> Device:
         """The device without its place and its memory: equal for devices that compute alike."""
-        return replace(self, rank=0, node=0, node_name="", host=None, memory_bytes=0, room_share=1.0)
+        return replace(
+            self, rank=0, node=0, node_name="", host=None, memory_bytes=0, room_share=1.0, context_bytes=0
+        )
 
     def supports(self, dtype: torch.dtype) -> bool:
         """Tell whether ``flops`` has a rate for ``dtype``."""

@@ -18,7 +18,7 @@ from pydantic import (
     model_validator,
 )
 
-from cost_models.devices import DeviceKind
+from cost_models.devices import CONTEXT_BYTES, DeviceKind
 from cost_models.op_profile import OpTimes
 from cost_models.spec.fields import (
     Bandwidth,
@@ -40,7 +40,7 @@ from cost_models.spec.fields import (
     short_form,
     whole,
 )
-from cost_models.spec.presets import DEVICES, MACHINES, STACKS, efficiency_of
+from cost_models.spec.presets import DEVICES, MACHINES, NEWEST, STACKS, efficiency_of
 from cost_models.spec.wiring import NodeLinksField, pair_problems
 from cost_models.units import BANDWIDTH_EXPECTED, SIZE_EXPECTED, format_bytes, show
 
@@ -74,6 +74,11 @@ class DeviceSpec(Section):
     kind: DeviceKind | None = None
     memory: SizeField | None = None
     memory_reserved: ReservedSize | None = None
+    """Bytes of the memory that others use."""
+    memory_context: ReservedSize | None = None
+    """Bytes that the driver's context takes in each process; None: ``cost_models.devices.CONTEXT_BYTES`` of a GPU's."""
+    memory_process: ReservedSize | None = None
+    """All that a process holds of it beside tensors, where that is known: communicators are then not predicted."""
     memory_bandwidth: Bandwidth | None = None
     flops: Flops | None = None
     launch_overhead: Seconds | None = None
@@ -114,15 +119,28 @@ class DeviceSpec(Section):
             found.append(
                 ("stack", f"expected a preset beside it, whose speed it is, got {show(self.stack)} alone")
             )
-        if full.memory is not None and (full.memory_reserved or 0) >= full.memory:
-            reserved = format_bytes(full.memory_reserved or 0)
-            found.append(
-                (
-                    "memory_reserved",
-                    f"expected less than memory ({format_bytes(full.memory)}), got {reserved}",
-                )
-            )
+        if full.memory is not None and (full.memory_reserved or 0) + full.beside_tensors >= full.memory:
+            taken = {"memory_reserved": full.memory_reserved or 0, "memory_context": full.beside_tensors}
+            key = max(taken, key=taken.__getitem__)
+            got = " + ".join(format_bytes(size) for size in taken.values() if size)
+            found.append((key, f"expected less than memory ({format_bytes(full.memory)}), got {got}"))
         return found
+
+    @property
+    def communicators(self) -> Literal["none", "lazy", "eager"]:
+        """Return how the memory of communicators is counted; see ``cost_models.devices.Device``."""
+        if self.kind not in (None, "cuda") or self.memory_process is not None:
+            return "none"
+        return "lazy" if self.stack in (None, NEWEST) else "eager"
+
+    @property
+    def beside_tensors(self) -> int:
+        """Return the bytes that a process holds before any tensor or communicator."""
+        if self.memory_process is not None:
+            return self.memory_process
+        if self.memory_context is not None:
+            return self.memory_context
+        return CONTEXT_BYTES if self.kind in (None, "cuda") else 0
 
 
 def bare_name(machine: str) -> str:

@@ -141,14 +141,18 @@ def _devices(plan: PlanData, facts: Sequence[RankFacts], ranks: RankMap) -> Iter
 
 
 def _memory(plan: PlanData, facts: Sequence[RankFacts], ranks: RankMap) -> Iterator[str]:
-    """Name memories with less free than the predicted peaks of the ranks that share them."""
+    """Name memories with less free than the predicted peaks of the ranks that share them; their contexts are there."""
     sharing: dict[str, list[int]] = defaultdict(list)
     for rank, fact in enumerate(facts):
         if fact.device is not None and fact.device.free_bytes is not None:
             sharing[fact.device.memory].append(rank)
-    peaks = plan.prediction.peak_memory_bytes
+    prediction = plan.prediction
+
+    def more(device: int) -> int:
+        return prediction.peak_memory_bytes[str(device)] - prediction.memory_parts(device).get("context", 0)
+
     for members in sharing.values():
-        needed = sum(peaks[str(ranks.device_of_rank[rank])] for rank in members)
+        needed = sum(more(ranks.device_of_rank[rank]) for rank in members)
         free = min(found.free_bytes or 0 for rank in members if (found := facts[rank].device) is not None)
         if needed > free:
             found = facts[members[0]].device

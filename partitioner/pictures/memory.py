@@ -6,6 +6,7 @@
     of backward alone                          what it computes again, and its largest collective's result, while it runs
     of the optimizer's step                    what it makes for the time of its step
     values between stages                      what stages make for each other, and gradients of it
+    context, communicators                     all through the step, on GPUs: what a process holds beside tensors
 
 What is held when is the simulation's (``runtime.simulate.memory``); the sum is its curve.
 """
@@ -51,6 +52,8 @@ def _lane(plan: PlanData, simulation: Simulation, lane: Lane) -> dict[str, Any]:
         else {"state": plan.state_bytes[rank] - missing}
     )
     kinds |= {name: curve.bytes_of(kind) for name, kind in MOVING.items()}
+    process = simulation.process[lane.ranks[0]]._asdict() if simulation.process else {}
+    kinds |= {name: np.full(len(curve.seconds), float(size)) for name, size in process.items() if size}
     drawn = _drawn(curve.seconds, curve.bytes_held)
     seconds, total = curve.seconds[drawn], curve.bytes_held[drawn]
     # Sums of fractions of bytes: none may end below zero.

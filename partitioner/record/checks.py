@@ -153,6 +153,7 @@ def _per_rank(plan: PlanFields, world: int) -> Iterator[str]:
         "prediction.peak_memory_bytes": plan.prediction.peak_memory_bytes,
         **({"risk.room_bytes": plan.risk.room_bytes} if plan.risk is not None else {}),
         **{f"state_parts.{part}": table for part, table in plan.state_parts.items()},
+        **{f"prediction.beside_tensors.{n}": t for n, t in plan.prediction.beside_tensors.items()},
     }
     for name, table in tables.items():
         for key in sorted(ranks.symmetric_difference(table), key=lambda key: (len(key), key)):

@@ -21,6 +21,7 @@ from partitioner.record.describe_sharding import describe_sharding, even_batches
 from partitioner.record.file import package_version
 from partitioner.record.modules import modules_of_stages
 from partitioner.record.records import (
+    MemoryPart,
     ModelInfo,
     Prediction,
     ProofRecord,
@@ -43,6 +44,7 @@ from passes.search.words import STRATEGY_WORDS, RecomputeMode
 from passes.shard.couplings import couplings, said
 from passes.trace.precision import dominant_dtype, precision_notes
 from runtime.program.program import Backward, BackwardWeight, Forward, Program, SegmentGraph, Value
+from runtime.simulate.simulation import Simulation
 
 MOST_RUNNER_UPS = 5
 
@@ -237,6 +239,7 @@ def _prediction(graph: OpGraph, cluster: ClusterSpec, compiled: Compiled) -> Pre
         mfu=_mfu(graph, cluster, compiled, ranks),
         bubble_fraction=simulation.bubble_fraction,
         peak_memory_bytes={str(rank): int(peak) for rank, peak in enumerate(simulation.peak_bytes)},
+        beside_tensors=_beside_tensors(simulation),
         communication_bytes=int(sum(simulation.pair_bytes.values())),
         messages=simulation.message_count,
         collectives=_collectives(compiled),
@@ -249,6 +252,15 @@ def _risk(outcome: Outcome, allowed: float) -> RiskRecord:
     assert outcome.best.chance is not None
     rooms = {str(device.rank): device.room_bytes for device in outcome.judge.cluster.devices}
     return RiskRecord(allowed=allowed, chance=outcome.best.chance, room_bytes=rooms)
+
+
+def _beside_tensors(simulation: Simulation) -> dict[MemoryPart, dict[str, int]]:
+    """Return what of each rank's memory is no tensors'; nothing where none of it is, as on CPUs."""
+    parts: dict[MemoryPart, dict[str, int]] = {
+        "context": {str(rank): own.context for rank, own in enumerate(simulation.process)},
+        "communicators": {str(rank): own.communicators for rank, own in enumerate(simulation.process)},
+    }
+    return parts if any(any(table.values()) for table in parts.values()) else {}
 
 
 def _collectives(compiled: Compiled) -> int:

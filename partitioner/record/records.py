@@ -61,6 +61,8 @@ PrecisionField = Annotated[
 
 
 StateKind: TypeAlias = Literal["parameters", "gradients", "optimizer", "batch"]
+MemoryPart: TypeAlias = Literal["context", "communicators"]
+"""A part of a process's memory that is no tensors': the driver's context, NCCL's communicators."""
 """The kinds of what a device holds all through a step; copies of parameters for the update count as the optimizer's."""
 
 
@@ -153,7 +155,11 @@ class Prediction(Record):
         ge=0, description="model FLOPs utilisation: useful FLOP/s over the devices' peak"
     )
     bubble_fraction: float = Field(ge=0, le=1)
-    peak_memory_bytes: BytesByDevice = Field(description="per device, keyed by rank")
+    peak_memory_bytes: BytesByDevice = Field(description="per device, as its driver counts it, keyed by rank")
+    beside_tensors: dict[MemoryPart, BytesByDevice] = Field(
+        default_factory=dict,
+        description="what of the peaks is no tensors', by rank; earlier plans and plans for CPUs have tensors alone",
+    )
     communication_bytes: Natural = Field(
         description="sent by all devices in one step: messages, and collectives by the volume of their algorithms"
     )
@@ -162,6 +168,11 @@ class Prediction(Record):
         default=0, description="in one step, by all groups of devices; sums of gradients among them"
     )
     confidence: str
+
+    def memory_parts(self, rank: int) -> dict[str, int]:
+        """Return the parts of a rank's peak by name: "tensors", what torch counts as allocated, and what is beside them."""
+        beside: dict[str, int] = {part: table[str(rank)] for part, table in self.beside_tensors.items()}
+        return {"tensors": self.peak_memory_bytes[str(rank)] - sum(beside.values()), **beside}
 
     def utilization(self, batch_size: int, samples_per_second: float) -> float | None:
         """Return the model FLOPs utilisation (MFU) at this rate; None if the plan has none.

@@ -16,6 +16,7 @@ from cost_models.conversion import group_links
 from cost_models.layout import Mesh
 from passes.shard.sent import GradientSum
 from runtime.mesh.ranks_along import all_ranks_along
+from runtime.program.communicators import process_bytes
 from runtime.program.members import GroupPrograms
 from runtime.program.order import build_group_programs
 from runtime.program.program import (
@@ -115,6 +116,7 @@ def simulate_step(
         microbatch_scale=[size / sizes[0] for size in sizes],
         optimizer_seconds=step.optimizer_seconds,
         update_bytes=step.update_bytes,
+        process=process_bytes(programs, cluster, step.gathers),
         reduce_seconds=lambda reduction: cost(reduction).seconds,
         reduce_bytes=lambda reduction: cost(reduction).sent_bytes,
         reduce_ready=lambda reduction: (cost(reduction).segment, cost(reduction).ready),

@@ -21,6 +21,7 @@ from passes.graph.graph import OpGraph
 from passes.lower.job import Job
 from passes.lower.segment import Segmentation
 from passes.lower.summarize import state_of_ranks
+from passes.search.beside_tensors import least_communicators
 from passes.search.certificate import Alternative
 
 MAX_DOUBLINGS = 11
@@ -37,7 +38,9 @@ def baselines(graph: OpGraph, costs: GraphCosts, cluster: ClusterSpec, job: Job)
 def one_device(graph: OpGraph, costs: GraphCosts, cluster: ClusterSpec, job: Job) -> Alternative:
     """The whole batch on the device that does it fastest, accumulated over as few micro-batches as memory needs."""
     kinds = {_kind(device): device for device in reversed(cluster.devices)}
-    tried = [_replica(graph, costs, job, [device], job.batch_size, ALONE, 0.0) for device in kinds.values()]
+    tried = [
+        _replica(graph, costs, job, [device], job.batch_size, ALONE, 0.0, 0) for device in kinds.values()
+    ]
     return min(tried, key=lambda baseline: (not baseline.feasible, baseline.step_seconds))
 
 
@@ -50,7 +53,9 @@ def data_parallel(graph: OpGraph, costs: GraphCosts, cluster: ClusterSpec, job: 
     local_batch = -(-job.batch_size // world)
     seconds = data_parallel_seconds(_state(graph, job, local_batch).gradients, cluster)
     kinds = {_kind(device): device for device in cluster.devices}
-    return _replica(graph, costs, job, list(kinds.values()), local_batch, f"data parallel x{world}", seconds)
+    beside = least_communicators(cluster, range(world))
+    name = f"data parallel x{world}"
+    return _replica(graph, costs, job, list(kinds.values()), local_batch, name, seconds, beside)
 
 
 def _replica(
@@ -61,8 +66,12 @@ def _replica(
     batch: int,
     strategy: str,
     reduce_seconds: float,
+    communicators: int,
 ) -> Alternative:
-    """``batch`` samples on each of ``devices``, in the fewest micro-batches that fit all of them."""
+    """``batch`` samples on each of ``devices``, in the fewest micro-batches that fit all of them.
+
+    ``communicators``: what those of each process take.
+    """
     state = _state(graph, job, batch)
     tensors = sum(
         node_input.kind == "parameter" and node_input.node in graph.needs_grad for node_input in graph.inputs
@@ -71,11 +80,12 @@ def _replica(
     room, memory = (
         min(sizes) for sizes in zip(*((d.room_bytes, d.memory_bytes) for d in devices), strict=True)
     )
+    beside = communicators + max(device.context_bytes for device in devices)
     updating = state.total + max(update_bytes(state, device.counted_as, job.optimizer) for device in devices)
     counts = [2**power for power in range(MAX_DOUBLINGS) if 2**power <= batch]
     for microbatches in counts:
         size = -(-batch // microbatches)
-        peak = max(updating, _peak_bytes(graph, costs, state, size, microbatches))
+        peak = beside + max(updating, _peak_bytes(graph, costs, state, size, microbatches))
         if peak > room and microbatches != counts[-1]:
             continue
         seconds = []

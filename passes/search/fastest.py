@@ -97,9 +97,8 @@ def until_it_fits(
 
 
 def share_of_need(judge: Judge, simulated: Simulated) -> float:
-    """Return the least ratio of a device's room to the plan's peak on it."""
-    devices = judge.cluster.devices
-    return min(d.room_bytes / peak for d, peak in zip(devices, simulated.peak_bytes, strict=True) if peak)
+    """Return the least ratio of the room that a device has for tensors to what the plan's hold of it at the peak."""
+    return min(room / held for held, room in simulated.tensors_of(judge.cluster.devices) if held)
 
 
 class _ProviderRuns:

@@ -5,12 +5,13 @@ candidate ─► segments ─► quick bound: cannot win        or        ─►
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TypeVar
 
 from cost_models.cluster import ClusterSpec
+from cost_models.devices import Device
 from cost_models.room import at_risk, chance_of_not_fitting
 from passes.costs.costs import GraphCosts
 from passes.graph.graph import OpGraph
@@ -48,11 +49,19 @@ class Simulated:
     """Bytes beyond the room of the fullest device; 0 or less if all fit."""
     chance: float | None = None
     """Chance that a device needs more memory than it has."""
+    beside_bytes: Sequence[int] = ()
+    """The part of each peak that is no tensors' (``runtime.program.communicators``); empty: nothing of any."""
 
     @property
     def fits(self) -> bool:
         """True if every device has the room that its part of the simulated step needs."""
         return self.overflow_bytes <= 0
+
+    def tensors_of(self, devices: Sequence[Device]) -> Iterator[tuple[int, int]]:
+        """Yield of each rank what its tensors hold at the peak, and the room that its device has for them."""
+        beside = self.beside_bytes or [0] * len(self.peak_bytes)
+        for peak, own, device in zip(self.peak_bytes, beside, devices, strict=True):
+            yield peak - own, device.room_bytes - own
 
 
 @dataclass(frozen=True, eq=False)
@@ -100,10 +109,11 @@ class Judge:
 
     def simulated(self, candidate: Candidate, realized: Realized) -> Simulated:
         """The figures of a realized candidate."""
-        peak_bytes = realized.simulation.peak_bytes
+        simulation = realized.simulation
+        peak_bytes, beside = simulation.peak_bytes, [sum(own) for own in simulation.process]
         over = overflow_bytes(peak_bytes, self.cluster.devices)
         chance = chance_of_not_fitting(zip(peak_bytes, self.cluster.devices, strict=True))
-        return Simulated(candidate, realized.simulation.step_seconds, peak_bytes, over, chance)
+        return Simulated(candidate, simulation.step_seconds, peak_bytes, over, chance, beside)
 
     def keep(self, candidate: Candidate, carried: Carried, fits: bool) -> None:
         """Remember what ``candidate`` became, if it fits and nothing faster is kept."""

@@ -190,7 +190,8 @@ class OnPart(Generic[SolvedT]):
     ) -> tuple[Proposal[SolvedT], float] | None:
         """Return what the part's provider makes of an overflow."""
         peaks = [judged.simulated.peak_bytes[rank] for rank in self._numbers]
-        on_part = replace(judged, simulated=replace(judged.simulated, peak_bytes=peaks))
+        beside = [judged.simulated.beside_bytes[rank] for rank in self._numbers]
+        on_part = replace(judged, simulated=replace(judged.simulated, peak_bytes=peaks, beside_bytes=beside))
         found = self.own.leaner(on_part, room, known_seconds)
         return None if found is None else (self._told_apart(found[0]), found[1])
 

@@ -113,6 +113,8 @@ def _wanted_by_any(mine: set[tuple[int, ...]], group: Any) -> list[tuple[int, ..
             ],
             suggestions=["use the default process group"],
         )
+    if dist.get_world_size(group) == 1:  # NCCL would make a communicator of half a GiB for it
+        return sorted(mine)
     everyones: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(everyones, sorted(mine), group=group)
     return sorted({ranks for wanted in everyones for ranks in wanted})

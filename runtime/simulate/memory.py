@@ -17,6 +17,7 @@ Charged to a rank (times are of the simulated instructions; bytes are multiplied
                                backward                              the producer's backward
     a gradient, where received the receive is posted                 end of the producer's backward
     made by the optimizer      start of its step                     its end
+    beside tensors             always: the driver's context, communicators
 
 A consumer is done with a value at the end of its last backward half: autograd may have saved it. So ``saved_bytes``
 must not count values between segments again.
@@ -51,6 +52,8 @@ class MemoryKind(IntEnum):
     VALUES = 4
     """Values between segments, and their gradients."""
     UPDATE = 5
+    PROCESS = 6
+    """Beside tensors: the driver's context, communicators."""
 
 
 @dataclass(frozen=True)
@@ -116,8 +119,10 @@ class _Ledger:
         """Hold ``size_bytes`` more from one moment on, whatever the micro-batch's size."""
         self._entries[rank].append(np.array([[kind], [seconds], [place], [size_bytes]], dtype=np.float64))
 
-    def curve(self, rank: int, state_bytes: float) -> MemoryCurve:
-        self.change(rank, MemoryKind.STATE, state_bytes, 0.0, -1.0)
+    def curve(self, rank: int, state_bytes: float, process_bytes: float) -> MemoryCurve:
+        self.change(rank, MemoryKind.STATE, state_bytes, 0.0, -2.0)
+        if process_bytes:
+            self.change(rank, MemoryKind.PROCESS, process_bytes, 0.0, -1.0)
         kinds, seconds, place, change = np.concatenate(self._entries[rank], axis=1)
         order = np.lexsort((place, seconds))
         return MemoryCurve(seconds[order], np.cumsum(change[order]), kinds[order])
@@ -129,8 +134,10 @@ def memory_curves(
     state_bytes: Sequence[float],
     scale: Sequence[float],
     update_bytes: Sequence[float] = (),
+    process_bytes: Sequence[float] = (),
 ) -> tuple[MemoryCurve, ...]:
     """Return one curve per rank; see the table above."""
+    beside = process_bytes or [0.0] * graph.world_size
     ledger = _Ledger(graph.world_size, np.asarray(scale, dtype=np.float64))
     begun = [(times.start[0, s], times.place[0, s]) for s in range(len(graph.segments))]
     forward, backward, weight = ([_ends(times, p, s) for s in range(len(graph.segments))] for p in range(3))
@@ -164,7 +171,7 @@ def memory_curves(
                 (until, -size_bytes),
             ):  # after all else of the moment
                 ledger.change(rank, MemoryKind.UPDATE, change, seconds, np.inf)
-    return tuple(ledger.curve(rank, at_first[rank]) for rank in range(graph.world_size))
+    return tuple(ledger.curve(rank, at_first[rank], beside[rank]) for rank in range(graph.world_size))
 
 
 def _hold_value(

@@ -20,6 +20,7 @@ from functools import cached_property
 from typing import NamedTuple, overload
 
 from runtime.collector import collector_paused
+from runtime.program.communicators import ProcessBytes
 from runtime.program.crossings import BundleKey
 from runtime.program.groups import on_leaders
 from runtime.program.members import GroupPrograms
@@ -64,6 +65,7 @@ def simulate(
     microbatch_scale: Sequence[float] = (),
     optimizer_seconds: Sequence[float] = (),
     update_bytes: Sequence[float] = (),
+    process: Sequence[ProcessBytes] = (),
     overheads: Overheads = _NO_OVERHEADS,
     reduce_seconds: Callable[[ReduceGradients], float] | None = None,
     reduce_bytes: Callable[[ReduceGradients], float] | None = None,
@@ -76,6 +78,7 @@ def simulate(
     microbatch_scale   size of each micro-batch relative to a full one (the last may be smaller); scales times and bytes
     optimizer_seconds  seconds of an optimizer step on each rank; a group's are those of its slowest member
     update_bytes       bytes that each rank holds on top meanwhile (default: none); a group's are the most of any member
+    process            what each rank's process holds beside tensors (default: nothing)
     reduce_seconds     time of a reduction once all its ranks have come
     reduce_bytes       bytes that each of its ranks sends to the next one meanwhile (default: not counted)
     reduce_ready       segment that makes a reduction's gradients, and the share of its backward after which they are there
@@ -130,15 +133,18 @@ def simulate(
             link_bytes[link] += moved_bytes
     instants = step_times(flat, run)
     instants = replace(instants, messages=_of_leaders_pieces(instants.messages, bundles))
-    curves = memory_curves(graph, instants, state, scale, most)
+    processes = list(process) or [ProcessBytes()] * world
+    curves = memory_curves(graph, instants, state, scale, most, [float(sum(own)) for own in processes])
+    always = [held + sum(own) for held, own in zip(state, processes, strict=True)]
     return Simulation(
         step_seconds=run.finish_seconds,
         timeline=_Timelines(groups, tuple(led_spans)),
         busy_seconds=tuple(busy[leader] for leader in leader_of),
-        memory=tuple(_beside_state(curves[a], state[rank] - state[a]) for rank, a in enumerate(leader_of)),
+        memory=tuple(_beside_state(curves[a], always[rank] - always[a]) for rank, a in enumerate(leader_of)),
         transfers=_Transfers(tuple(moved)),
         link_bytes=dict(link_bytes),
         pair_bytes=dict(pair_bytes),
+        process=tuple(processes),
     )
 
 

@@ -14,6 +14,7 @@ from typing import NamedTuple
 import numpy as np
 
 from cost_models.errors import DeadlockError, InternalError
+from runtime.program.communicators import ProcessBytes
 from runtime.program.program import Instruction, Message, Program, ReduceGradients
 from runtime.program.timing import NODE_PLANE
 from runtime.simulate.event_loop import NOT_YET, EventLoop
@@ -51,11 +52,14 @@ class Simulation:
     busy_seconds: tuple[float, ...]
     """Time in forwards and backwards, as slow as contention made them."""
     memory: tuple[MemoryCurve, ...]
+    """The memory that each holds of its device."""
     transfers: Sequence[Transfer]
     """Messages in the order of their starts."""
     link_bytes: Mapping[str, float]
     pair_bytes: Mapping[tuple[int, int], float]
     """Bytes in the step by (source, target), collectives by the volume of their algorithms included."""
+    process: tuple[ProcessBytes, ...] = ()
+    """The part of ``memory`` that is beside tensors; empty where that is not known."""
 
     @property
     def bubble_fraction(self) -> float:

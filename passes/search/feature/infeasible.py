@@ -12,6 +12,7 @@ from cost_models.units import counted, format_bytes
 from passes.graph.blocks import block_of
 from passes.graph.graph import OpGraph
 from passes.graph.least_samples import least_samples
+from passes.search.beside_tensors import least_communicators
 from passes.search.feature.graph import FeatureGraph
 from passes.search.feature.setting import Setting
 from passes.search.infeasible import held_whole, room_text
@@ -37,7 +38,9 @@ def does_not_fit(
     whole = held_whole(graph, (name for unit in space.units if unit.only_whole for name in unit.members))
     devices = setting.sharing
     smallest = min(devices, key=lambda device: device.room_bytes)
-    capacity, world = smallest.room_bytes, len(devices)
+    world = len(devices)
+    beside = smallest.context_bytes + least_communicators(setting.cluster, [d.rank for d in devices])
+    capacity = smallest.room_bytes - beside
     held = [
         (spec.elements, graph.types_of(name, setting.job.precision), name in graph.trained)
         for name, spec in (*graph.parameters.items(), *graph.buffers.items())
@@ -56,9 +59,13 @@ def does_not_fit(
         because.append(
             f"{format_bytes(int(setting.reserved_bytes))} of each device are left for what only simulating a step shows"
         )
+    if beside:
+        because.append(
+            f"{format_bytes(beside)} of each device are the driver's context and communicators at least"
+        )
     because.append(f"that is counted with {_kept_for_backward(setting)}")
     largest = max(devices, key=lambda device: device.room_bytes)
-    if largest.room_bytes > capacity:
+    if largest.room_bytes > smallest.room_bytes:
         because.append(f"all devices have equal parts: of the largest, {room_text(largest)}, no more is used")
     if state / world > capacity:
         ways = [

@@ -225,7 +225,6 @@ class _MeshSearch:
     ) -> None:  # fmt: skip
         self.cutoff_seconds, self.closely_seconds = cutoff_seconds, closely_seconds
         self.space, self.setting, self.pins, self.deadline = space, setting, pins, deadline
-        self.capacity = setting.capacity_bytes
         self.tried: list[MeshTried] = []
         self.best: tuple[FeatureProblem, Solved] | None = None
         self.open: list[tuple[float, int, _MeshTrial]] = []
@@ -287,7 +286,7 @@ class _MeshSearch:
             self.tried.append(MeshTried(shape, count, status, math.inf, trial.floor_seconds, 0.0))
             return
         least = least_saved_bytes(self.space, math.prod(shape), self.setting.job.batch_size // count)
-        if least > self.capacity:
+        if least > self.setting.capacity_bytes(trial.mesh):
             self.started += 1
             self.least_bytes = min(self.least_bytes, least)
             self.tried.append(MeshTried(shape, count, "infeasible", math.inf, math.inf, 0.0))

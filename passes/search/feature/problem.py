@@ -184,7 +184,7 @@ def build_problem(
     symbols = {**space.graph.example_sizes, space.graph.batch.batch_symbol: samples}
     bridges = bridges or Bridges(mesh.shape, setting.links(mesh))
     contention = setting.cluster.contention(mesh.ranks)
-    capacity, devices = setting.capacity_bytes, setting.devices
+    capacity, devices = setting.capacity_bytes(mesh), setting.devices
     empty = FeatureProblem(
         space, mesh, microbatches, samples, (), capacity, bridges, symbols, devices, contention
     )

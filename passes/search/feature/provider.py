@@ -20,6 +20,7 @@ from cost_models.units import counted, format_bytes
 from passes.graph.blocks import GATHERS, block_of, regions_of
 from passes.graph.graph import OpGraph
 from passes.lower.candidate import Candidate
+from passes.search.beside_tensors import mesh_room_bytes
 from passes.search.certificate import BoundTerm, PipelineTerms, StageTerms
 from passes.search.feature.place import OBJECTIVE, FeatureRequest, FeatureResult, MeshSurvey, survey_meshes
 from passes.search.feature.tuning import TUNING
@@ -146,7 +147,8 @@ class MeshProvider:
     ) -> tuple[Proposal[RecomputedSharding], float] | None:
         """Search with as much less memory as the simulation needs more; with more computed again where none fits so."""
         smallest, found = self._smallest_bytes, judged.proposal.solved
-        unseen = smallest + judged.simulated.overflow_bytes - found.result.cost.memory_bytes
+        planned = mesh_room_bytes(self.judge.cluster, found.result.placement.mesh)
+        unseen = planned + judged.simulated.overflow_bytes - found.result.cost.memory_bytes
         room = 1 - max((1 - room) + TUNING.least_reserve, unseen / smallest)
         until = time.perf_counter() + (self.request.time_limit_seconds or math.inf)
         smaller = self._cheapest(known_seconds, room, until, found.blocks)

@@ -12,6 +12,7 @@ from cost_models.conversion import AxisLinks, axis_links
 from cost_models.devices import Device
 from cost_models.layout import Mesh
 from passes.lower.job import Job
+from passes.search.beside_tensors import mesh_room_bytes
 from passes.search.recomputed import Regions
 
 
@@ -59,10 +60,9 @@ class Setting:
         devices = self.cluster.devices
         return devices if self.part is None else tuple(devices[rank] for rank in self.part.ranks)
 
-    @property
-    def capacity_bytes(self) -> float:
-        """Room of the smallest device: all have equal parts."""
-        return min(device.room_bytes for device in self.sharing) - self.reserved_bytes
+    def capacity_bytes(self, mesh: Mesh) -> float:
+        """Room for tensors on the smallest device: all have equal parts."""
+        return mesh_room_bytes(self.cluster, mesh) - self.reserved_bytes
 
     @cached_property
     def devices(self) -> tuple[Device, ...]:

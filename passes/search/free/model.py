@@ -125,7 +125,7 @@ class FreeModel:
             sum_bytes=np.array([float(state.gradient_bytes) for _, state, _ in ties]),
             latency=latency,
             seconds_per_byte=per_byte,
-            capacity_bytes=np.array([float(d.room_bytes) for d in self.cluster.devices]),
+            capacity_bytes=np.array([float(d.room_bytes - d.context_bytes) for d in self.cluster.devices]),
             allowed=self._allowed(unit_of, count),
         )
 

@@ -206,13 +206,14 @@ def _missed(judge: FreeJudge) -> Simulated | None:
 
 
 def _estimated_share(judge: FreeJudge, missed: Simulated) -> float:
-    """Return estimated / simulated bytes, the least of all devices that overflow; at most 1."""
+    """Return estimated / simulated bytes of tensors, of the memory left for them: the least where it is short, or 1."""
     search, home = next(judge.homes[i] for i in judge.homes if judge.tried[i] is missed)
     estimated = evaluate(search.problem, home).memory_bytes.tolist()
+    devices = judge.judge.cluster.devices
     shares = [
-        held / peak
-        for held, peak, device in zip(estimated, missed.peak_bytes, judge.judge.cluster.devices, strict=True)
-        if peak > device.room_bytes
+        own / held * (room / (device.room_bytes - device.context_bytes))
+        for own, (held, room), device in zip(estimated, missed.tensors_of(devices), devices, strict=True)
+        if held > room
     ]
     return float(min([1.0, *shares]))
 

@@ -16,6 +16,7 @@ from functools import cached_property
 import numpy as np
 
 from passes.lower.job import Job
+from passes.search.beside_tensors import least_room_bytes
 from passes.search.hybrid.options import GroupOption
 from passes.search.hybrid.pools import Run
 from passes.search.hybrid.recipes.eliminate import TooWideError
@@ -96,9 +97,8 @@ class Floors:
     def _room_bytes(self, run: Run) -> int:
         """Count the room of all of a run's devices, each as much as the smallest in its group."""
         if run.key not in self._rooms:
-            devices = self.search.cluster.devices
             groups = map(run.ranks, range(run.groups))
-            self._rooms[run.key] = sum(run.size * min(devices[rank].room_bytes for rank in g) for g in groups)
+            self._rooms[run.key] = sum(run.size * least_room_bytes(self.search.cluster, g) for g in groups)
         return self._rooms[run.key]
 
     @cached_property

@@ -35,6 +35,7 @@ from passes.search.hybrid.recipes.pieces import GroupKind, PieceSearch
 from passes.search.hybrid.recipes.ranges import SAVED
 from passes.search.hybrid.recipes.walk import needed_bytes
 from passes.search.hybrid.request import HybridRequest
+from passes.search.hybrid.rooms import Rooms
 from passes.search.hybrid.solve import SolvedOption, fastest
 from passes.search.hybrid.staged import RangeTableT, Staged
 from passes.search.hybrid.tables import Tables
@@ -187,6 +188,11 @@ class GroupSearch:
         return Floors(self.piece_search, self.job, may_cost_less(self.graph, self.microbatches))
 
     @cached_property
+    def rooms(self) -> Rooms:
+        """The memory that groups have for tensors."""
+        return Rooms(self.cluster)
+
+    @cached_property
     def covers(self) -> Covers:
         """Tables that bound those of the groups."""
         return Covers(self.piece_search, self.job, self.floors, self.recompute)
@@ -220,8 +226,7 @@ class GroupSearch:
             return 0.0
 
     def _staged(self, option: GroupOption, stages: Sequence[RangeTableT], room: float) -> Staged[RangeTableT]:
-        devices = self.cluster.devices
-        capacity = [room * min(devices[rank].room_bytes for rank in ranks) for ranks in option.ranks]
+        capacity = [room * own for own in self.rooms.of(option)]
         return Staged(option, stages[::-1], self._links(option), capacity, self.recompute)
 
     @phase("program")

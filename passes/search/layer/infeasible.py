@@ -47,8 +47,9 @@ def infeasible(
                 "no split obeys the pins, the number of stages and the schedule, whatever the memory"
             )
         else:
-            ranks = search.plan(option).ranks_of(split.kinds, option.chunks)
-            used: Counter[int] = Counter()
+            plan = search.plan(option)
+            ranks = plan.ranks_of(split.kinds, option.chunks)
+            used = Counter({rank: round(devices[rank].room_bytes - plan.room_of(rank)) for rank in ranks})
             for rank, size in zip(ranks, split.memory_bytes, strict=True):
                 used[rank] += round(size)
             because += shortfalls(sorted(used.items()), devices)

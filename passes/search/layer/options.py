@@ -14,6 +14,7 @@ from cost_models.arrays import FloatArray
 from cost_models.cluster import ClusterSpec
 from cost_models.devices import Device
 from cost_models.units import counted
+from passes.search.beside_tensors import least_of_pipelines
 from passes.search.layer.problem import Assignment, DevicePool, Held, Recompute, Working
 from passes.search.layer.spaces import Space
 from passes.search.layer.tuning import TUNING
@@ -99,6 +100,12 @@ class DevicePlan:
     """Ranks of each kind, in file order."""
     text: str
 
+    def room_of(self, rank: int) -> float:
+        """Return the capacity of the kind that is a rank's."""
+        return next(
+            k.capacity_bytes for k, ranks in zip(self.kinds, self.ranks, strict=True) if rank in ranks
+        )
+
     def ranks_of(self, kinds: Sequence[int], chunks: int) -> tuple[int, ...]:
         """Rank of each stage. With one chunk per device every rank is used once; otherwise kinds name single
         devices."""
@@ -141,32 +148,45 @@ def device_plan(
     file order; unlike ones in any order, as long as that is few enough states.
     """
     world = len(cluster.devices)
+    beside = least_of_pipelines(cluster) if max_stages > 1 else 0
     if chunks > 1:
         used = max(1, min(world, max_stages // chunks))
         rounds = [range(used)[:: -1 if folded and c % 2 else 1] for c in range(chunks)]
         text = f"{chunks} stages on each of {used} devices in file order"
-        return _single(cluster, table, "sequence", tuple(itertools.chain.from_iterable(rounds)), text)
+        return _single(cluster, table, beside, "sequence", tuple(itertools.chain.from_iterable(rounds)), text)
     groups: dict[tuple[int, int], list[int]] = {}
     for rank, device in enumerate(cluster.devices):
-        groups.setdefault((table.row_of[rank], device.room_bytes), []).append(rank)
+        room = device.room_bytes - device.context_bytes - beside
+        groups.setdefault((table.row_of[rank], room), []).append(rank)
     if len(groups) > 1:
         states = len(groups) * math.prod(len(ranks) + 1 for ranks in groups.values())
         if states <= TUNING.most_device_states:
             return _multiset(cluster, list(groups.items()))
         if world <= TUNING.most_subsequence_devices:
-            return _single(cluster, table, "ordered", (), f"any subsequence of {world} devices in file order")
+            return _single(
+                cluster, table, beside, "ordered", (), f"any subsequence of {world} devices in file order"
+            )
     text = f"a run of {world} {'unlike' if len(groups) > 1 else 'identical'} devices in file order"
-    return _single(cluster, table, "sequence", tuple(range(world)), text)
+    return _single(cluster, table, beside, "sequence", tuple(range(world)), text)
 
 
 def _single(
-    cluster: ClusterSpec, table: DeviceTable, assignment: Assignment, sequence: tuple[int, ...], text: str
+    cluster: ClusterSpec,
+    table: DeviceTable,
+    beside: int,
+    assignment: Assignment,
+    sequence: tuple[int, ...],
+    text: str,
 ) -> DevicePlan:
-    """Each device a kind of its own."""
+    """Each device a kind of its own. ``beside``: bytes of its communicators."""
     devices = cluster.devices
     world = len(devices)
     kinds = tuple(
-        DevicePool(f"rank {rank}", table.row_of[rank], float(device.room_bytes))
+        DevicePool(
+            f"rank {rank}",
+            table.row_of[rank],
+            float(device.room_bytes - device.context_bytes - beside),
+        )
         for rank, device in enumerate(devices)
     )
     if assignment == "ordered":

@@ -137,12 +137,18 @@ class LayerProvider:
         return solved.split.bytes_on(solved.ranks, len(self.search.cluster.devices))
 
     def _estimated_share(self, judged: Judged[SolvedSplit]) -> float:
-        """Estimated / simulated bytes, the least of all devices that overflow."""
+        """Estimated / simulated bytes of tensors, of the memory left for them: the least where it is short."""
+        devices = self.search.cluster.devices
+        plan = self.search.plan(judged.proposal.solved.option)
         ranks = zip(
-            self._estimated_bytes(judged.proposal.solved), judged.simulated.peak_bytes, self.search.cluster.devices,
+            self._estimated_bytes(judged.proposal.solved), judged.simulated.tensors_of(devices), devices,
             strict=True,
         )  # fmt: skip
-        return min(float(held) / peak for held, peak, device in ranks if peak > device.room_bytes)
+        return min(
+            float(own) / held * (room / plan.room_of(device.rank))
+            for own, (held, room), device in ranks
+            if held > room
+        )
 
     def proved(self) -> Proved:
         """Return the bound over all options, and each option's, the lowest by name."""

@@ -34,7 +34,7 @@ def test_rank_r_is_the_rth_device_in_file_order() -> None:
     assert [d.model for d in cluster.devices] == ["A100-80GB"] * 2 + ["V100-32GB"] * 4
     assert cluster.ranks_per_node == ((0, 1), (2,), (3,), (4,), (5,))
     assert cluster.nodes[0].resolved().host_memory == 2**40
-    assert cluster.devices[3].memory_bytes - cluster.devices[4].memory_bytes == 2**30
+    assert cluster.devices[3].memory_bytes - cluster.devices[4].memory_bytes == 2 * 2**30
 
 
 def test_prices_add_up_where_all_are_known() -> None:
@@ -164,7 +164,7 @@ def test_machine_presets_can_be_changed_key_by_key() -> None:
     plain = ClusterSpec.preset("dgx-h100")
     assert cluster.world_size == 4
     assert cluster.devices[0].model == "H100-80GB"
-    assert plain.devices[0].memory_bytes - cluster.devices[0].memory_bytes == 3 * 2**30
+    assert plain.devices[0].memory_bytes - cluster.devices[0].memory_bytes == 4 * 2**30
     other = ClusterSpec.from_dict({"nodes": [{"preset": "dgx-h100", "device": "H200-141GB"}]})
     assert other.devices[7].model == "H200-141GB"
     assert other.devices[7].node_name == "dgx-h100"
@@ -259,7 +259,7 @@ def test_measured_rates_of_one_model() -> None:
 def test_describe_says_what_is_there() -> None:
     assert ClusterSpec.preset("dgx-h100", nodes=8).describe() == (
         "dgx-h100:8: 64 devices on 8 nodes (presets, stack 2025)\n"
-        "  64 × H100-80GB: 78.1 GiB usable at 3.35 TB/s, 1.98 PFLOP/s float8\n"
+        "  64 × H100-80GB: 79.1 GiB usable at 3.35 TB/s, 1.98 PFLOP/s float8\n"
         "  inside a node: 365 GB/s, 3.40 us\n"
         "  between nodes: 50.0 GB/s, 9.60 us"
     )

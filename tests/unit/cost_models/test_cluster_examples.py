@@ -28,9 +28,9 @@ def test_two_unlike_nodes() -> None:
     assert cluster.ranks_per_node == ((0, 1, 2, 3), (4, 5))
     server, workstation = cluster.devices[0], cluster.devices[5]
     assert (server.model, server.host) == ("A100-80GB", "192.168.1.10")
-    assert server.memory_bytes == round(79.25 * 2**30) - 2**30
+    assert server.memory_bytes == round(79.25 * 2**30)
     assert (workstation.model, workstation.host) == ("RTX-4090", "192.168.1.11")
-    assert workstation.memory_bytes == round(23.6 * 2**30) - 600 * 2**20
+    assert workstation.memory_bytes == round(23.6 * 2**30) - 200 * 2**20
     assert workstation.flops_per_second["bfloat16"] == 165.2e12
     assert dict(workstation.efficiency) == {
         **DEFAULT_EFFICIENCY["cuda"],

@@ -375,7 +375,7 @@ def files(folder: Path) -> None:
     (folder / "empty.yaml").write_text("")
     (folder / "torn.yaml").write_text("{]")
     (folder / "binary.yaml").write_bytes(b"\xff\xfe\x00")
-    node = "name: n, count: {}, device: {{preset: H100-80GB, memory: {}, memory_reserved: 0B}}, links: {{default: NVLink4}}"
+    node = "name: n, count: {}, device: {{preset: H100-80GB, memory: {}, memory_process: 0B}}, links: {{default: NVLink4}}"
     (folder / "wrong.yaml").write_text(f"version: 1\ncolour: red\nnodes: [{{{node.format('two', 'big')}}}]\n")
     (folder / "huge.yaml").write_text(f"version: 1\nnodes: [{{{node.format(10**9, '80GB')}}}]\n")
     (folder / "small.yaml").write_text(f"version: 1\nnodes: [{{{node.format(2, '1MiB')}}}]\n")

@@ -14,6 +14,7 @@ import numpy as np
 
 from cost_models.arrays import FloatArray, IntArray
 from passes.lower.job import Job
+from passes.search.beside_tensors import least_room_bytes
 from passes.search.hybrid.recipes.joints import Pieces
 from passes.search.hybrid.recipes.mixes import Mixes
 from passes.search.hybrid.recipes.pieces import GroupKind, PieceSearch, Prices, Recipes, cheaper
@@ -182,7 +183,7 @@ def composed(
 ) -> Composed:
     """Compose the ranges of a group. ``families``: micro-batches held at once that prices are made for;
     ``step_seconds``: about those of a step, which scales the prices."""
-    capacity = min(search.cluster.devices[rank].room_bytes for rank in group.ranks)
+    capacity = least_room_bytes(search.cluster, group.ranks)
     scale = np.array(SCALE) * step_seconds / capacity
     state = np.concatenate([scale[:1], *[scale[1:] for _ in families]])
     prices = Prices(state, np.concatenate([scale[:1], *[scale[1:] * held for held in families]]))

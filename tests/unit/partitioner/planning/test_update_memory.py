@@ -33,7 +33,7 @@ def planned(strategy: str, optimizer: str, bytes_per_parameter: float, kind: str
     device = {
         "kind": kind,
         "memory": f"{int(parameters * bytes_per_parameter / 2)}B",
-        "memory_reserved": "0B",
+        "memory_process": "0B",
         "memory_bandwidth": "1TB/s",
         "flops": {"float32": 1e13},
     }

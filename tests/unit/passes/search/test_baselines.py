@@ -56,10 +56,10 @@ def test_more_micro_batches_where_memory_is_tight(traced: tuple[OpGraph, GraphCo
     job = Job(4096)
     roomy = one_device(graph, costs, cluster({"preset": "H100-80GB"}), job)
     tight = one_device(
-        graph, costs, cluster({"preset": "H100-80GB", "memory": "7MiB", "memory_reserved": 0}), job
+        graph, costs, cluster({"preset": "H100-80GB", "memory": "7MiB", "memory_process": 0}), job
     )
     none = one_device(
-        graph, costs, cluster({"preset": "H100-80GB", "memory": "1MiB", "memory_reserved": 0}), job
+        graph, costs, cluster({"preset": "H100-80GB", "memory": "1MiB", "memory_process": 0}), job
     )
     assert roomy.reason == "fits in 1 micro-batch"
     assert tight.feasible
@@ -72,8 +72,8 @@ def test_more_micro_batches_where_memory_is_tight(traced: tuple[OpGraph, GraphCo
 def test_what_does_not_fit_is_held_against_the_device_it_was_tried_on(
     traced: tuple[OpGraph, GraphCosts],
 ) -> None:
-    slow = {"preset": "GTX580-3GB", "memory": "2MiB", "memory_reserved": 0}
-    fast = {"preset": "H100-80GB", "memory": "1MiB", "memory_reserved": 0}
+    slow = {"preset": "GTX580-3GB", "memory": "2MiB", "memory_process": 0}
+    fast = {"preset": "H100-80GB", "memory": "1MiB", "memory_process": 0}
     found = one_device(*traced, cluster(slow, fast), Job(8))
     assert not found.feasible
     assert found.peak_memory_bytes is not None

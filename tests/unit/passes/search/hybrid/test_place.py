@@ -139,7 +139,7 @@ def test_zero_and_recompute_are_tried_where_they_are_open_and_memory_is_short(gr
     fix, many = "data=2 microbatch=256", Job(512)
 
     def on(memory_bytes: int, fix: str) -> Compiled:
-        device = {"preset": "H100-80GB", "memory": memory_bytes, "memory_reserved": 0}
+        device = {"preset": "H100-80GB", "memory": memory_bytes, "memory_process": 0}
         node = {"name": "n", "count": 2, "device": device, "links": "NVLink4"}
         return compile_graph(
             graph, ClusterSpec.from_dict({"nodes": [node]}), HybridRequest(many, fix=read_fix(fix))
@@ -163,7 +163,7 @@ def test_zero_and_recompute_are_tried_where_they_are_open_and_memory_is_short(gr
 @pytest.mark.parametrize("memory_bytes", [2**30, 2**20])
 def test_replicas_keep_parameters_whole_that_they_cannot_part(graph: OpGraph, memory_bytes: int) -> None:
     """Only the head's 24 rows divide by three: no other is in parts, be there memory enough or not."""
-    device = {"preset": "H100-80GB", "memory": memory_bytes, "memory_reserved": 0}
+    device = {"preset": "H100-80GB", "memory": memory_bytes, "memory_process": 0}
     node = {"name": "n", "count": 3, "device": device, "links": "NVLink4"}
     cluster = ClusterSpec.from_dict({"nodes": [node]})
     request = HybridRequest(Job(3072), fix=read_fix("data=3 microbatch=1024 recompute=full"))
@@ -182,7 +182,7 @@ def test_parameters_are_gathered_again_before_blocks_are_computed_again() -> Non
     fix, few = "data=2 zero=3 microbatch=4", Job(32)
 
     def on(memory_bytes: int, fix: str) -> Compiled:
-        device = {"preset": "H100-80GB", "memory": memory_bytes, "memory_reserved": 0}
+        device = {"preset": "H100-80GB", "memory": memory_bytes, "memory_process": 0}
         node = {"name": "n", "count": 2, "device": device, "links": "NVLink4"}
         return compile_graph(
             graph, ClusterSpec.from_dict({"nodes": [node]}), HybridRequest(few, fix=read_fix(fix))
@@ -201,7 +201,7 @@ def test_choosing_where_to_recompute_is_never_slower_than_recomputing_everywhere
     fix = "pipeline=2 interleave=2 tensor=1 microbatch=256"
 
     def on(memory_bytes: int, fix: str) -> Compiled:
-        device = {"preset": "H100-80GB", "memory": memory_bytes, "memory_reserved": 0}
+        device = {"preset": "H100-80GB", "memory": memory_bytes, "memory_process": 0}
         node = {"name": "n", "count": 2, "device": device, "links": "NVLink4"}
         request = HybridRequest(Job(2048), fix=read_fix(fix))
         return compile_graph(graph, ClusterSpec.from_dict({"nodes": [node]}), request)

@@ -372,4 +372,4 @@ def test_a_zero_bubble_stage_keeps_what_it_received_until_its_weight_halves_have
     counted = evaluate(problem, stage_of, problem.sequence[:2]).memory_bytes
     placed = dict(zip(names.tolist(), stages.tolist(), strict=True))
     simulated = Judge(graph, costs, cluster, Job(16)).simulate(Candidate(placed, ((0,), (1,)), m, "zb-h1"))
-    assert simulated.peak_bytes[1] <= counted[1]
+    assert simulated.peak_bytes[1] - simulated.beside_bytes[1] <= counted[1]

@@ -165,6 +165,10 @@ class ToyCluster:
     bandwidth: float = 1e6
     latency: float = 1e-3
 
+    @property
+    def ranks_per_node(self) -> tuple[tuple[int, ...], ...]:
+        return (tuple(range(len(self.devices))),)
+
     def path(self, a: int, b: int) -> Path:
         return Path((), self.bandwidth, self.latency) if a != b else Path((), float("inf"), 0.0)
 
