@@ -35,7 +35,19 @@ from passes.search.words import RecomputeMode
 from runtime.ranks.launch import WorkerPool
 from runtime.schedules import SCHEDULES
 
-MODELS = ("gpt2", "llama-1b", "bert", "t5", "vit", "resnet50", "whisper", "mixtral", "unet", "lstm_seq2seq")
+SMALL_IMAGES = {"width": "0.06", "size": "32", "classes": "10"}
+EXAMPLES: dict[str, tuple[str, dict[str, str]]] = {
+    "unet": ("examples.unet:unet", {}),
+    "lstm_seq2seq": ("examples.lstm_seq2seq:lstm_seq2seq", {}),
+    "lora": ("examples.lora:lora", {"size": "tiny"}),
+    **{
+        name: (f"examples.cnns:{name}", SMALL_IMAGES)
+        for name in ("vgg16", "googlenet", "resnet101", "resnet152")
+    },
+    "inception_resnet_v2": ("examples.cnns:inception_resnet_v2", {**SMALL_IMAGES, "size": "75"}),
+}
+"""Where each model that is not bundled comes from, and how it is made small."""
+MODELS = ("gpt2", "llama-1b", "bert", "t5", "vit", "resnet50", "whisper", "mixtral", *EXAMPLES)
 RANKS = (2, 3, 4)
 SCHEDULES_SHOWN = ("gpipe", "1f1b", "interleaved", "zb-h1", "zb-v")
 MICROBATCHES = 4
@@ -62,16 +74,20 @@ SMOKE = (
     Case("mixtral", 2, "1f1b"),
     Case("unet", 3, "zb-h1"),
     Case("lstm_seq2seq", 3, "interleaved"),
+    Case("lora", 2, "zb-v"),
+    Case("vgg16", 2, "zb-h1"),
+    Case("googlenet", 3, "gpipe"),
+    Case("resnet101", 4, "1f1b"),
+    Case("resnet152", 2, "zb-v"),
+    Case("inception_resnet_v2", 4, "interleaved"),
 )
-"""Every model once, every schedule twice."""
+"""Every model once, every schedule twice or more."""
 
 
 def load(model: str) -> tuple[Workload, OpGraph]:
     """The model's small variant with real weights, and its trace."""
-    if model in ("unet", "lstm_seq2seq"):
-        workload = load_workload(f"examples.{model}:{model}")
-    else:
-        workload = load_workload(model, settings={"size": "tiny"})
+    source, settings = EXAMPLES.get(model, (model, {"size": "tiny"}))
+    workload = load_workload(source, settings=settings)
     return workload, as_graph(workload)
 
 

@@ -17,7 +17,7 @@ from runtime.ranks.launch import WorkerPool
 from runtime.segment.code import SegmentCode
 from tests.support.matrix import thinned
 
-SHOWN = [case for case in SMOKE if case.model in ("gpt2", "resnet50")]
+SHOWN = [case for case in SMOKE if case.model in ("gpt2", "resnet50", "vgg16")]
 """Schedules that small models do not show below. ``test_verify_feature`` has two more models."""
 
 

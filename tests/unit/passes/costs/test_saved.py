@@ -11,6 +11,7 @@ import torch.nn.functional as F
 import transformers
 from torch import Tensor, nn
 
+from examples.lora import adapted
 from passes.costs.costs import GraphCosts, cost_graph
 from passes.graph.graph import OpGraph
 from passes.trace.loss.reduction import with_normalizers
@@ -31,6 +32,12 @@ def llama() -> tuple[nn.Module, Batch]:
         use_cache=False,
     )
     return transformers.LlamaForCausalLM(config), _tokens()
+
+
+def lora() -> tuple[nn.Module, Batch]:
+    """Adapters train, all else is frozen: what a frozen layer reads is not kept for it, nor any gradient of it."""
+    model, batch = llama()
+    return adapted(model, rank=4, scale=2.0, layers=("q_proj", "v_proj", "down_proj")), batch
 
 
 def gpt2() -> tuple[nn.Module, Batch]:
@@ -111,7 +118,9 @@ def run_graph(graph: OpGraph, model: nn.Module, batch: Batch) -> int:
 
 
 @pytest.mark.parametrize(
-    "example", thinned([llama, gpt2, resnet, oddities], [gpt2, resnet, oddities]), ids=lambda f: f.__name__
+    "example",
+    thinned([llama, lora, gpt2, resnet, oddities], [lora, gpt2, resnet, oddities]),
+    ids=lambda f: f.__name__,
 )
 def test_equals_a_real_cpu_run_at_other_batch_sizes_than_the_traced_one(example):
     torch.manual_seed(0)
