@@ -1,4 +1,4 @@
-"""Published parallel runs as plans: what one fix line says of a row, and which rows none does (``benchmarks.parallel_rows``)."""
+"""Published parallel runs as plans: what a fix line says of a row, and which none does (``benchmarks.parallel_rows``)."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_what_no_fix_line_says_is_named(change: dict[str, str], reason: str):
 
 
 def test_nanotron_ends_a_stage_with_the_block_that_passes_its_share():
-    """A head of four layers' multiplications: of twenty, each of four stages has five; the first ends with its sixth layer."""
+    """A head of four layers' multiplications: of twenty, each of four stages has five; the first ends with the sixth."""
     shape = as_run(ROW).shape
     assert nanotron_borders(shape, 4) == ["blocks.6", "blocks.11", "norm"]
     assert nanotron_borders(shape, 2) == ["blocks.11"]
