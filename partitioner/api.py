@@ -19,7 +19,6 @@ from passes.graph.graph import OpGraph
 from passes.search.free.request import Objective
 from passes.search.words import RecomputeMode
 from passes.trace.loss.reduction import LossReduction
-from passes.trace.precision import check_precision
 from runtime.collector import collector_paused
 
 
@@ -100,16 +99,7 @@ def plan_traced(
     graph: OpGraph, cluster: ClusterSpec, options: PlanOptions, precision: Precision | None
 ) -> Plan:
     """Plan the training of a traced model. ``options``: checked already; ``precision``: the trace's if not given."""
-    if graph.loss is None:
-        raise UsageError(
-            f"cannot plan training of {graph.model_name}",
-            because=["the trace has no loss"],
-            suggestions=["give `loss_fn=`, or a model that returns its loss"],
-        )
-    precision = graph.precision if precision is None else Precision.checked(precision)
-    check_precision(graph, precision, options.optimizer_memory)
-    requests = options.requests(graph, precision)
     from partitioner.planning.best import best_plan
 
     with collector_paused():  # describing reads a million small objects that compiling made
-        return best_plan(Plan, graph, cluster, requests)
+        return best_plan(Plan, graph, cluster, options.requests(graph, precision))

@@ -32,6 +32,11 @@ COMMANDS = {
         "Plan how a model trains on a cluster.",
         "MODEL --cluster C --batch-size N [OPTIONS]",
     ),
+    "fit": (
+        "fit:fit",
+        "Find the largest batch, or sequence, that fits.",
+        "MODEL… --cluster C:1,2,4 [OPTIONS]",
+    ),
     "show": ("plan_files:show", "Print a plan file.", "PLAN"),
     "diff": ("plan_files:diff", "Print what differs between two plan files.", "PLAN PLAN"),
     "report": ("report:report", "Draw a plan, or two, as one HTML file.", "PLAN [PLAN] -o FILE"),

@@ -14,6 +14,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from cost_models.cluster import ClusterSpec
+from cost_models.errors import InfeasibleError, TimeLimitError
 from cost_models.room import FILLS
 from cost_models.units import counted, format_seconds
 from passes.costs.costs import GraphCosts, costs_of
@@ -66,6 +67,21 @@ def compile_graph(graph: OpGraph, cluster: ClusterSpec, request: Request) -> Com
     proof = run_pass("check", _rules, proved, realized, outcome.best.candidate)
     plain = run_pass("baselines", _baselines, baselines, graph, costs, judge.cluster, request.job)
     return Compiled(request, costs, outcome, realized, crossing, proof, plain)
+
+
+@collector_paused()
+def anything_fits(graph: OpGraph, cluster: ClusterSpec, request: Request) -> bool:
+    """Tell whether a plan of the request is found whose simulated step fits, whichever is found first.
+
+    Raises UsageError for a request that cannot be met.
+    """
+    costs = costs_of(graph, cluster)
+    judge = Judge(graph, costs, cluster, request.job)
+    try:
+        search(graph, costs, cluster, replace(request, only_fits=True), judge)
+    except (InfeasibleError, TimeLimitError):
+        return False
+    return True
 
 
 def bounded(outcome: Outcome, judge: Judge, whole_batch: str = "") -> Outcome:

@@ -43,6 +43,7 @@ QuietFlag = Annotated[Flag, Parameter(name="--quiet", help="Say nothing on stder
 OutputFile = Annotated[Path | None, Parameter(name=["--output", "-o"])]
 Settings = Annotated[tuple[str, ...], Parameter(name="--set", negative=(), show_default=False)]
 
+Clusters = Annotated[tuple[str, ...], Parameter(negative=())]
 Dims = Annotated[tuple[str, ...], Parameter(negative=(), show_default=False)]
 
 
@@ -266,6 +267,16 @@ def mesh_shape(text: str | None) -> tuple[int, ...] | None:
     if not re.fullmatch(r"[1-9][0-9]{0,6}([x,×][1-9][0-9]{0,6})*", text):
         raise UsageError("cannot read --mesh", [f"{text!r} is not sizes such as 8x4"])
     return tuple(map(int, re.split("[x,×]", text)))
+
+
+def cluster_texts(texts: Sequence[str]) -> list[str]:
+    """List clusters one by one, none twice: ``["H100-80GB:1,2", "local:2"]`` -> H100-80GB:1, H100-80GB:2, local:2."""
+    every: list[str] = []
+    for text in texts:
+        name, _, numbers = text.rpartition(":")
+        several = re.fullmatch(r"[0-9]{1,9}(,[0-9]{1,9})+", numbers)
+        every += [f"{name}:{number}" for number in numbers.split(",")] if several else [text]
+    return list(dict.fromkeys(every))
 
 
 def read_precision(text: str | None) -> Precision:

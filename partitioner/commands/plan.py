@@ -9,8 +9,10 @@ from typing import Annotated
 
 from cyclopts import Parameter
 
+from cost_models.errors import UsageError
 from partitioner.commands.options import (
     NOTHING_GIVEN,
+    Clusters,
     Dims,
     Flag,
     JsonFlag,
@@ -19,6 +21,7 @@ from partitioner.commands.options import (
     QuietFlag,
     WholeNumber,
     check_output,
+    cluster_texts,
     emit,
     progress,
     report,
@@ -35,7 +38,7 @@ def plan(
     model: str,
     /,
     *,
-    cluster: str,
+    cluster: Clusters,
     batch_size: WholeNumber,
     strategy: str = "auto",
     microbatches: str = "auto",
@@ -75,8 +78,9 @@ def plan(
         file.py:factory, package.module:factory, hf:PATH/config.json, or a bundled name (gpt2, llama-70b, …).
     cluster
         A cluster file, PRESET[:NUMBER] such as dgx-h100:8, aws:p5.48xlarge:4 or RTX4090:2, or local:N for CPU workers here.
+        Several (repeated, or as PRESET:1,2,4) stand in a table, the fastest first; with --objective usd, the cheapest.
     output
-        The file to write the plan to; without it nothing is written.
+        The file to write the plan to, of several the first of the table; without it nothing is written.
     no_cache
         Plan anew: neither read nor write the plans of earlier calls.
     timings
@@ -85,6 +89,14 @@ def plan(
     arguments = dict(locals())
     for name in ("model", "output", "no_cache", "timings", "quiet", "json"):
         del arguments[name]
+    texts = cluster_texts(cluster)
+    if len(texts) > 1 or objective == "usd":
+        if timings:
+            raise UsageError("cannot print --timings", ["they are of one plan, on one cluster, for its time"])
+        from partitioner.commands.offers import plan_on_each  # it imports torch
+
+        return plan_on_each(model, texts, arguments, output, quiet=quiet, json=json)
+    arguments["cluster"] = texts[0]
     key = None if no_cache else plan_key(model, arguments)
     known = None if key is None or timings else stored_plan(key)
     if known is not None:

@@ -5,26 +5,69 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import fields
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
 from cost_models.cluster import ClusterSpec
 from cost_models.errors import InterruptedSearchError, TimeLimitError
+from cost_models.precision import Precision
 from cost_models.shown import printable
 from cost_models.units import counted, format_bytes, format_seconds, percent
 from partitioner.api import plan_traced
 from partitioner.commands import options
-from partitioner.commands.options import emit, progress
+from partitioner.commands.options import ModelOptions, emit, progress
 from partitioner.models.as_graph import as_graph
 from partitioner.plan import Plan
 from partitioner.planning.options import PlanOptions
 from partitioner.report.live import live_line
 from partitioner.report.text import columns
+from passes.graph.graph import OpGraph
 from passes.interrupts import best_so_far_kept
 from passes.search.words import STRATEGY_WORDS
 from passes.timings import PassTime, pass_times
 from passes.trace.loss.reduction import checked_reduction
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """The options of a plan, read from a command line, and those of the trace."""
+
+    options: PlanOptions
+    precision: Precision
+    of_trace: Mapping[str, Any]
+    """Arguments of ``as_graph``."""
+
+    @classmethod
+    def read(cls, arguments: Mapping[str, Any]) -> Wanted:
+        """Read the arguments of a command, as they were given."""
+        given = {**arguments, "microbatches": options.microbatch_count(arguments["microbatches"])}
+        precision = options.read_precision(given["precision"])
+        given |= {
+            "pins": options.pins(given["pin"], given["strategy"]),
+            "mesh": options.mesh_shape(given["mesh"]),
+            "splits": options.block_sizes(given["split"]),
+            "risk": options.chance(given["risk"]),
+            "time_limit_seconds": given["time_limit"],
+        }
+        wanted = PlanOptions(**{field.name: given[field.name] for field in fields(PlanOptions)})
+        wanted.check()
+        of_trace = {
+            "precision": precision,
+            "loss_reduction": checked_reduction(given["loss_reduction"]),
+            "batch_dims": options.batch_dims(given["batch_dims"]),
+            "dynamic_dims": options.dynamic_dims(given["dynamic_dims"]),
+            "opaque": given["opaque"],
+            "check": given["check"],
+        }
+        return cls(wanted, precision, of_trace)
+
+    def trace(self, model: str, of_model: ModelOptions, *, quiet: bool) -> OpGraph:
+        """Load a model and trace it."""
+        with progress(f"loading {model}", quiet=quiet):
+            workload = of_model.load(model)
+        with progress(f"tracing {model}", quiet=quiet):
+            return as_graph(workload, **self.of_trace)
 
 
 def plan_model(
@@ -37,40 +80,15 @@ def plan_model(
     json: bool,
 ) -> Plan:
     """Plan, write and print. ``arguments``: the command's that decide about the plan, as they were given."""
-    given = {**arguments, "microbatches": options.microbatch_count(arguments["microbatches"])}
-    dims: dict[str, Any] = {
-        "batch_dims": options.batch_dims(given["batch_dims"]),
-        "dynamic_dims": options.dynamic_dims(given["dynamic_dims"]),
-    }
-    types = options.read_precision(given["precision"])
-    reduction = checked_reduction(given["loss_reduction"])
-    given |= {
-        "pins": options.pins(given["pin"], given["strategy"]),
-        "mesh": options.mesh_shape(given["mesh"]),
-        "splits": options.block_sizes(given["split"]),
-        "risk": options.chance(given["risk"]),
-        "time_limit_seconds": given["time_limit"],
-    }
-    wanted = PlanOptions(**{field.name: given[field.name] for field in fields(PlanOptions)})
-    wanted.check()
+    wanted = Wanted.read(arguments)
     options.check_output(output)
-    machines = ClusterSpec.parse(given["cluster"])
-    wanted.check_mesh(machines)
+    machines = ClusterSpec.parse(arguments["cluster"])
+    wanted.options.check_mesh(machines)
     with best_so_far_kept(), _or_no_plan():
         with live_line(quiet=quiet), pass_times() as times:
-            with progress(f"loading {model}", quiet=quiet):
-                workload = given["model_options"].load(model)
-            with progress(f"tracing {model}", quiet=quiet):
-                traced = as_graph(
-                    workload,
-                    precision=types,
-                    loss_reduction=reduction,
-                    opaque=given["opaque"],
-                    check=given["check"],
-                    **dims,
-                )
+            traced = wanted.trace(model, arguments["model_options"], quiet=quiet)
             with progress("searching", quiet=quiet):
-                made = plan_traced(traced, machines, wanted, types)
+                made = plan_traced(traced, machines, wanted.options, wanted.precision)
         if output is not None:
             made.save(output)
         if timings:

@@ -96,6 +96,7 @@ OPTIONS = (
         "objective",
         "free: throughput (of micro-batches, the default) or latency (of one batch, in one piece unless the number of "
         "micro-batches is given)",
+        command=". For a table of clusters: usd, the fewest dollars per sample first.",
     ),
     PlanOption(
         "splits",

@@ -24,6 +24,7 @@ from passes.search.layer.request import LayerRequest
 from passes.search.request import Request
 from passes.search.words import STRATEGY_WORDS, RecomputeMode, of_activations
 from passes.shard.couplings import why_whole
+from passes.trace.precision import check_precision
 from runtime.schedules import SCHEDULES
 
 STRATEGIES = (*STRATEGY_WORDS, "auto")
@@ -120,8 +121,16 @@ class PlanOptions:
             if problems:
                 raise UsageError("cannot use these pins", problems)
 
-    def requests(self, graph: OpGraph, precision: Precision) -> tuple[Request, ...]:
-        """Make one request per strategy to plan by."""
+    def requests(self, graph: OpGraph, precision: Precision | None) -> tuple[Request, ...]:
+        """Make one request per strategy to plan by. ``precision``: the trace's if not given."""
+        if graph.loss is None:
+            raise UsageError(
+                f"cannot plan training of {graph.model_name}",
+                because=["the trace has no loss"],
+                suggestions=["give `loss_fn=`, or a model that returns its loss"],
+            )
+        precision = graph.precision if precision is None else Precision.checked(precision)
+        check_precision(graph, precision, self.optimizer_memory)
         size = graph.example_batch_size if self.batch_size is None else self.batch_size
         self._check_microbatches(size)
         job = Job(size, self.optimizer_memory, precision, self.risk)

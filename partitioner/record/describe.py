@@ -58,7 +58,7 @@ def describe(kind: type[PlanT], graph: OpGraph, cluster: ClusterSpec, compiled: 
     on_meshes = {name for mesh in realized.meshes.values() for item in mesh.sums for name in item.parameters}
     return kind(
         partitioner_version=package_version(),
-        model=_model(graph),
+        model=model_info(graph),
         cluster=cluster,
         strategy=request.strategy,
         batch_size=job.batch_size,
@@ -143,7 +143,8 @@ def _looked_up(node: fx.Node) -> bool:
     return False
 
 
-def _model(graph: OpGraph) -> ModelInfo:
+def model_info(graph: OpGraph) -> ModelInfo:
+    """Describe the model of a trace."""
     sizes = {name: math.prod(spec.shape) for name, spec in graph.parameters.items()}
     dtype = dominant_dtype(graph)
     return ModelInfo(

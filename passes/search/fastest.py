@@ -29,6 +29,11 @@ log = logging.getLogger("partitioner")
 
 ROOM_LEFT = 0.995
 """Share of the memory that a further search may fill, if estimates are as far off as where it overflowed. By hand."""
+STRETCHED = (1.01, 1.02, 1.04, 1.08)
+"""Shares of the memory to plan with where nothing fits: estimates may be as much above what is simulated. By hand: of six
+convolutional networks they are by 0.03."""
+LEANEST = 4
+"""Proposals with these that are simulated. By hand."""
 OPTIMAL = 1e-3
 """Gap up to which a pipeline is called optimal: bottlenecks are told apart to so much (``passes.search.hybrid.bounds``)."""
 
@@ -40,11 +45,14 @@ def fastest_of(
     parts: Sequence[Part] = (),
     gap: float = 0.0,
     rows: Iterable[Provider[Any]] = (),
+    *,
+    only_fits: bool = False,
 ) -> Outcome:
     """Return the fastest pipeline that fits; on Ctrl-C, or at the deadline, the fastest found so far.
 
     ``parts``: of the cluster, looked at after the whole, in their order, if they may be faster by more than ``gap``.
     ``rows``: what is compared with it all, in time of their own: first, so that nothing slower is looked for.
+    ``only_fits``: as of ``Request``.
 
     Raises what the first provider says if nothing fits, KeyboardInterrupt if nothing is found yet.
     """
@@ -55,13 +63,20 @@ def fastest_of(
             search.compare(row)
         search.deadline += time.perf_counter() - started
         for number, provider in enumerate(providers):
-            search.run(provider, others=len(providers) - 1 - number + len(parts))
+            if not (only_fits and search.best):
+                search.run(provider, others=len(providers) - 1 - number + len(parts))
         for part in parts:
-            search.look_at(part)
+            if not (only_fits and search.best):
+                search.look_at(part)
+        for provider in providers:
+            if search.best is None:
+                search.stretch(provider)
     except KeyboardInterrupt:
         if search.best is None:
             raise
         interrupted = True
+    if search.best is None and only_fits:
+        raise InfeasibleError(f"{judge.graph.model_name} was not found to fit {judge.cluster.name}", [])
     if search.best is None:
         first = search.ran[0]
         raise first.refusal([j for p, j in search.tried if not isinstance(p, OnPart)], search.rooms[0])
@@ -160,6 +175,17 @@ class _ProviderRuns:
             return smaller
 
         memory_rounds(round_of, 1.0)
+
+    def stretch(self, provider: Provider[Any]) -> None:
+        """Simulate what a provider proposes with the least memory above the devices': it may reckon with too much."""
+        for room in STRETCHED:
+            proposals = provider.proposals(math.inf, room, _later(self.deadline, 1 / 2))
+            for proposal in proposals[:LEANEST]:
+                if self.best is None:
+                    own = self.judge.simulate(provider.candidate(proposal))
+                    self.tried.append((provider, Judged(proposal, own)))
+            if proposals:
+                return
 
     def compare(self, row: Provider[Any]) -> None:
         """Simulate what a row of every comparison proposes, however slow it is; until it fits, if it may be the fastest."""

@@ -63,12 +63,11 @@ def place_stages(
     providers = _providers(judge, request, groups, discovery)
     rows = (
         known_recipes(groups, request)
-        if isinstance(request, HybridRequest) and request.open and groups
+        if isinstance(request, HybridRequest) and request.open and groups and not request.only_fits
         else ()
     )
-    return fastest_of(
-        providers, judge, deadline, list(_parts(judge, request, groups, discovery)), request.gap, rows
-    )
+    parts_of = list(_parts(judge, request, groups, discovery))
+    return fastest_of(providers, judge, deadline, parts_of, request.gap, rows, only_fits=request.only_fits)
 
 
 def _groups(judge: Judge, request: HybridRequest) -> GroupsProvider:
@@ -141,7 +140,7 @@ def _providers(
     if one_stage and 1 < judge.cluster.world_size <= MOST_DEVICES_OF_A_MESH:
         mesh = FeatureRequest(job, microbatches=counts, recompute=recompute)
         found.append(MeshProvider(judge, mesh, discovery))
-    return found
+    return [*found[1:], groups] if request.only_fits else found  # the slowest to say so comes last
 
 
 def _fixed(request: HybridRequest, groups: GroupsProvider) -> list[Provider[Any]]:

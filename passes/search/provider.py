@@ -121,7 +121,7 @@ class Provider(Protocol[SolvedT]):
         """Return a proposal like one that overflows, with less memory, and the room it was solved with."""
 
     def proved(self) -> Proved:
-        """Return the bound of the first call of ``proposals``."""
+        """Return the bound of the first call of ``proposals`` that had any."""
 
     def valued(self, proposal: Proposal[SolvedT]) -> Valued:
         """Value a proposal that is chosen."""

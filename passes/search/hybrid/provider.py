@@ -128,12 +128,18 @@ class GroupsProvider:
         smaller = self.search.solve(judged.proposal.solved.option, SLACK * known_seconds, room)
         return None if smaller is None else (_proposal(smaller), room)
 
+    @property
+    def _bounded(self) -> Survey:
+        """The first survey in which anything fits by the search's own count."""
+        bounded = (own for own in self._surveys if math.isfinite(own.bound_seconds))
+        return next(bounded, self._surveys[0])
+
     def proved(self) -> Proved:
         """Return the bound over all options, and each option's, the lowest by name."""
         search = self.search
         if not self._surveys:
             return Proved("" if self.only_if else "no equal groups", "listing", math.inf, ())
-        first = self._surveys[0]
+        first = self._bounded
         solved = sum(math.isfinite(seconds) for _, seconds in first.bounds)
         groups = (
             f"equal groups in each pool of equal nodes of {search.world_size} devices, pools in any order or left "
@@ -161,7 +167,7 @@ class GroupsProvider:
             found.candidate, found.values
         )
         check_agreement(cost, proposal.seconds, found.unlike)
-        objective, bound = cost.objective_seconds, self._surveys[0].bound_seconds
+        objective, bound = cost.objective_seconds, self._bounded.bound_seconds
         if bound > objective * (1 + AGREEMENT) and search.fits(proposal.solved):
             raise InternalError(
                 "certify a pipeline: its own bound is broken",

@@ -155,7 +155,8 @@ class LayerProvider:
         if not self._results:
             together, floor = "stages on single devices, bounded together", self._floor_seconds
             return Proved(together, "work / devices", floor, (BoundTerm(together, 1, floor),))
-        search, results = self.search, self._results[0]
+        bounded = (own for own in self._results if any(math.isfinite(r.bound_seconds) for r in own))
+        search, results = self.search, next(bounded, self._results[0])
         space = "; and ".join(s.name for s in search.spaces)
         if search.min_stages > 1:
             space += f"; {search.min_stages} devices or more"

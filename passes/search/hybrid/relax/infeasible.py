@@ -28,6 +28,7 @@ from passes.search.hybrid.search import GroupSearch
 from passes.search.hybrid.solve import SolvedOption
 from passes.search.infeasible import held_whole, shortfalls
 from passes.search.judge import Judge, Simulated
+from passes.search.largest import bisected
 from passes.search.outcome import Label
 
 GROWTH = (1.0, 2.0, 4.0, 8.0, 16.0, 64.0, 1024.0)
@@ -308,13 +309,11 @@ class SolvedRelaxation:
 
 def largest(solved: Callable[[int], SolvedRelaxation | None], end: int) -> tuple[int, Simulated | None]:
     """Find the largest number below ``end`` that fits, if 1 does, by bisection; smaller where simulations overflow."""
-    low, high = 1, max(2, end)
+    low, last = 1, max(1, end - 1)
     best = solved(low) if end > 1 else None
-    middle = high - 1
-    while best is not None and high - low > 1:
-        other = solved(middle)
-        low, high, best = (low, middle, best) if other is None else (middle, high, other)
-        middle = (low + high) // 2
+    if best is not None and last > 1:
+        other = solved(last)
+        low, best = bisected(solved, low, best, last) if other is None else (last, other)
     found = best.simulated() if best else None
     while best is not None and found is None and low > 1:
         low -= max(1, low // 16)

@@ -1,0 +1,164 @@
+"""The largest batch, or sequence, that fits: each size is searched anew, and the simulation of what was found decides.
+
+    u 2u 4u …    doubled, until nothing is found that fits; u: what all devices and micro-batches can share equally
+    bisected     over multiples of u
+    bisected     one by one, up to the next multiple of u
+
+The peak need not grow with the size: a search may cut or recompute a larger batch in another way, and what divides it
+grows and falls. The size above the answer does not fit; not every one beyond was looked at.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from typing import Generic, Literal
+
+from cost_models.cluster import ClusterSpec
+from cost_models.errors import ClusterError, InfeasibleError, ModelError, TimeLimitError, UsageError
+from cost_models.precision import Precision
+from partitioner.planning.best import best_plan
+from partitioner.planning.options import PlanOptions
+from partitioner.record.data import PlanData, PlanT
+from partitioner.report.intervals import risk_text
+from passes.compile import anything_fits
+from passes.graph.graph import OpGraph
+from passes.graph.least_samples import least_samples
+from passes.search.largest import bisected, largest
+from passes.search.request import Request
+from runtime.collector import collector_paused
+
+MOST_SAMPLES = 1 << 16
+"""Batches beyond are not looked for unless asked: cut into micro-batches, any batch fits."""
+MOST_TOKENS = 1 << 20
+"""Sequences beyond are not looked for unless asked."""
+STEP_TOKENS = 128
+"""Sequences are multiples of it unless asked: as kernels like them, and each is traced for itself."""
+FIRST_STEPS = 8
+"""The shortest sequence that is tried first, in steps: shorter ones only if it does not fit. By hand."""
+
+
+@dataclass(frozen=True)
+class Largest(Generic[PlanT]):
+    """The plan with the largest batch or sequence that fits."""
+
+    size: int
+    """Samples, or tokens; 0 where nothing fits."""
+    plan: PlanT | None
+    """None where nothing fits."""
+    why: tuple[str, ...] = ()
+    """Why nothing fits, of the smallest size."""
+    more: bool = False
+    """True where as much fits as was asked for: more may."""
+
+
+def largest_batch(
+    kind: type[PlanT],
+    graph: OpGraph,
+    cluster: ClusterSpec,
+    options: PlanOptions,
+    precision: Precision | None = None,
+    *,
+    most: int = MOST_SAMPLES,
+    step: int = 1,
+) -> Largest[PlanT]:
+    """Plan the largest batch of a multiple of ``step`` samples, up to ``most``, that fits; a plan of class ``kind``.
+
+    ``options``: their batch size is not read. Of strategy "auto", only the first strategy that knows all that is given.
+    Raises UsageError for options that hold for no size.
+    """
+
+    def step_of(samples: int) -> tuple[OpGraph, Request]:
+        return graph, replace(options, batch_size=samples).requests(graph, precision)[0]
+
+    cut = 1 if options.microbatches == "auto" else options.microbatches
+    sizes = _Sizes(step_of, cluster, cut * least_samples(graph)[0], step)
+    return sizes.largest(kind, cut * cluster.world_size, most)
+
+
+def largest_sequence(
+    kind: type[PlanT],
+    traced: Callable[[int], OpGraph],
+    cluster: ClusterSpec,
+    options: PlanOptions,
+    precision: Precision | None = None,
+    *,
+    most: int = MOST_TOKENS,
+    step: int = STEP_TOKENS,
+) -> Largest[PlanT]:
+    """Plan the longest sequence of a multiple of ``step`` tokens that fits. ``traced``: the model's graph for so many.
+
+    Otherwise as :func:`largest_batch`, for batches of ``options.batch_size`` samples. A sequence for which ``traced``
+    raises a ModelError or UsageError, as models with positions for so many tokens do, does not fit.
+    """
+
+    def step_of(tokens: int) -> tuple[OpGraph, Request]:
+        graph = traced(tokens)
+        return graph, options.requests(graph, precision)[0]
+
+    return _Sizes(step_of, cluster, 1, step).largest(kind, FIRST_STEPS * step, most)
+
+
+@dataclass(frozen=True)
+class _Sizes:
+    """Sizes of a step: multiples of ``step``, ``least`` and more."""
+
+    step_of: Callable[[int], tuple[OpGraph, Request]]
+    cluster: ClusterSpec
+    least: int
+    step: int
+
+    def largest(self, kind: type[PlanT], shared: int, most: int) -> Largest[PlanT]:
+        """Find the largest size up to ``most``. ``shared``: what a multiple of can be shared equally."""
+        first = _multiple(self.least, self.step)
+        unit = _multiple(first, math.lcm(self.step, shared))
+        units, fits = largest(lambda count: self._fits(count * unit), most // unit)
+        base = units * unit if fits else first - self.step
+        if fits and units < most // unit:
+            steps, _ = bisected(
+                lambda count: self._fits(base + count * self.step), 0, fits, unit // self.step
+            )
+        else:  # the next multiple is beyond what is asked for, or not even the first fits
+            top = most if fits else min(most, unit - self.step)
+            steps, found = largest(
+                lambda count: self._fits(base + count * self.step), (top - base) // self.step
+            )
+            fits = fits or found
+        if not fits:
+            return Largest(0, None, self._nothing(first))
+        size = base + steps * self.step
+        return Largest(size, self._plan(kind, size), more=size + self.step > most)
+
+    def _fits(self, size: int) -> Literal[True] | None:
+        """Tell whether something is found that fits; None for no."""
+        try:
+            graph, request = self.step_of(size)
+            return True if anything_fits(graph, self.cluster, request) else None
+        except (ModelError, UsageError):
+            return None
+
+    def _plan(self, kind: type[PlanT], size: int) -> PlanT:
+        """Plan a size with which something fits: as fast as can be, or what was found if the search then ends without."""
+        graph, request = self.step_of(size)
+        with collector_paused():
+            with suppress(InfeasibleError, TimeLimitError):
+                plan = best_plan(kind, graph, self.cluster, [request])
+                if not plan.is_too_risky:
+                    return plan
+            return best_plan(kind, graph, self.cluster, [replace(request, only_fits=True)])
+
+    def _nothing(self, size: int) -> tuple[str, ...]:
+        """Say why the smallest size does not fit."""
+        graph, request = self.step_of(size)
+        try:
+            plan = best_plan(PlanData, graph, self.cluster, [request])
+        except (ClusterError, InfeasibleError, TimeLimitError) as error:
+            return tuple(error.because) or (error.what,)
+        return (risk_text(plan),)
+
+
+def _multiple(least: int, of: int) -> int:
+    """Return the smallest multiple of ``of`` that is at least ``least``."""
+    return -(-least // of) * of

@@ -1,0 +1,126 @@
+"""The largest batch, or sequence, that fits: it fits by the simulation, and the next one does not."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from cost_models.cluster import ClusterSpec
+from cost_models.errors import InfeasibleError, ModelError, UsageError
+from partitioner import Plan, partition
+from partitioner.planning.largest import Largest, largest_batch, largest_sequence
+from partitioner.planning.options import PlanOptions
+from passes.costs.costs import costs_of
+from passes.graph.graph import OpGraph
+from passes.search.judge import Judge
+from passes.search.layer.request import LayerRequest
+from passes.search.strategies import search
+from passes.trace.trace import trace
+
+
+class Net(nn.Module):
+    """Many more activations than parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(16, 16) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = torch.sin(layer(x))
+        return x
+
+
+def squares(output: Tensor, batch: Tensor) -> Tensor:
+    return output.square().mean()
+
+
+def traced(tokens: int) -> OpGraph:
+    return trace(Net(), torch.randn(2, tokens, 16), loss_fn=squares)
+
+
+GRAPH = traced(64)
+
+
+def fitted(graph: OpGraph = GRAPH, devices: int = 1, memory: str = "1MiB", **options: Any) -> Largest[Plan]:
+    """On workers with so little memory that few hundred samples fit."""
+    limits = {name: options.pop(name) for name in ("most", "step") if name in options}
+    wanted = PlanOptions(**{"strategy": "layer", "microbatches": 1, "recompute": "none", **options})
+    return largest_batch(Plan, graph, ClusterSpec.local(devices, memory=memory), wanted, **limits)
+
+
+def fits(samples: int, devices: int, **options: Any) -> bool:
+    wanted = {"strategy": "layer", "microbatches": 1, "recompute": "none", **options}
+    try:
+        plan = partition(GRAPH, ClusterSpec.local(devices, memory="1MiB"), batch_size=samples, **wanted)
+    except (InfeasibleError, UsageError):
+        return False
+    return not plan.is_too_risky
+
+
+@pytest.mark.parametrize(
+    ("devices", "options"),
+    [(1, {}), (2, {"microbatches": 3}), (3, {"strategy": "hybrid"}), (2, {"recompute": "auto"})],
+    ids=["alone", "pipeline", "data parallel", "recompute"],
+)
+def test_the_next_does_not_fit(devices: int, options: dict[str, Any]) -> None:
+    found = fitted(devices=devices, **options)
+    assert found.plan is not None
+    assert found.plan.batch_size == found.size
+    assert fits(found.size, devices, **options)
+    assert not fits(found.size + 1, devices, **options)
+
+
+def test_one_sample_more_overflows_in_the_simulation() -> None:
+    found, cluster = fitted(), ClusterSpec.local(1, memory="1MiB")
+    assert found.plan is not None
+    costs, job = costs_of(GRAPH, cluster), found.plan.job
+    judge = Judge(GRAPH, costs, cluster, job)
+    best = search(GRAPH, costs, cluster, LayerRequest(job, microbatches=1), judge).best
+    larger = Judge(GRAPH, costs, cluster, replace(job, batch_size=found.size + 1))
+    assert best.fits
+    assert not larger.measure(best.candidate).fits
+
+
+def test_devices_share_a_batch_and_hold_more() -> None:
+    alone, together = fitted(), fitted(devices=4, strategy="hybrid")
+    assert together.size > 3 * alone.size
+
+
+def test_no_more_is_looked_for_than_was_asked() -> None:
+    assert (fitted(most=7).size, fitted(most=7).more) == (7, True)
+    assert (fitted(devices=4, strategy="hybrid", most=6).size, fitted().more) == (6, False)
+    assert fitted(step=50).size == fitted().size // 50 * 50
+
+
+def test_where_nothing_fits_it_says_why() -> None:
+    wide = trace(nn.Sequential(nn.Linear(512, 512)), torch.randn(2, 512), loss_fn=squares)
+    found = fitted(wide)
+    assert (found.size, found.plan) == (0, None)
+    assert "short" in "".join(found.why)
+
+
+def test_options_that_hold_for_no_size_are_refused() -> None:
+    with pytest.raises(UsageError, match="pin"):
+        fitted(pins={"no such layer": 0})
+
+
+def test_the_longest_sequence_is_traced_for_itself() -> None:
+    """A sample of n · 10 tokens is as large as n samples of 10; this model has positions for 1,500."""
+
+    def positioned(tokens: int) -> OpGraph:
+        if tokens > 1500:
+            raise ModelError("too long")
+        return traced(tokens)
+
+    def longest(memory: str) -> int:
+        options = PlanOptions(batch_size=1, strategy="layer", recompute="none")
+        cluster = ClusterSpec.local(1, memory=memory)
+        return largest_sequence(Plan, positioned, cluster, options, step=10).size
+
+    assert longest("1MiB") == 10 * fitted(traced(10)).size
+    assert longest("4MiB") == 1500
