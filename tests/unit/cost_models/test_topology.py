@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
 from typing import Any
 
 import pytest
 
 from cost_models.cluster import ClusterSpec
+from cost_models.devices import Device
 from cost_models.errors import ClusterError
 from cost_models.links import fair_rates
 from tests.support.work import calls
@@ -171,6 +173,6 @@ def test_twice_the_devices_take_twice_the_work_for_twice_the_paths() -> None:
 
 
 def test_equal_devices_are_read_once() -> None:
-    """A device of a thousand alike costs a copy."""
+    """A device of a thousand alike costs a copy: a call for each of its fields, and a few."""
     cluster = ClusterSpec.preset("dgx-h100", nodes=128)
-    assert calls(lambda: cluster.devices) <= 20 * cluster.world_size
+    assert calls(lambda: cluster.devices) <= (len(fields(Device)) + 5) * cluster.world_size
