@@ -204,7 +204,7 @@ def even_borders(layers: int, stages: int) -> list[str]:
 def nanotron_borders(shape: Decoder, stages: int) -> list[str]:
     """Cut as nanotron does: by multiplications of layers and head; a stage ends with the block that passes its share.
 
-    ``build_model`` in src/nanotron/models/base.py at 67c5ebb6, ``get_block_compute_costs`` in models/llama.py.
+    The source: nanotron at 67c5ebb6, where it builds a model and where its Llama counts the costs of a block.
     """
     layer = 4 * shape.width**2 + 3 * shape.ffn * shape.width
     names = ["tokens", *(f"blocks.{i}" for i in range(shape.layers)), "norm", "head"]
@@ -221,12 +221,11 @@ def nanotron_borders(shape: Decoder, stages: int) -> list[str]:
 
 
 def _nanotron(row: ParallelRow) -> AsRun:
-    """The grid of the Ultra-Scale Playbook: nanotron at 67c5ebb6 (scaling_benchmarks.py, config_tiny_llama_bench.yaml).
+    """The grid of the Ultra-Scale Playbook: nanotron at 67c5ebb6, as its scaling benchmarks configure it.
 
     bf16 parameters, float32 copies, gradients summed in float32, fused AdamW; sequence parallelism whose gathers run
-    again in backward (``tp_recompute_allgather``); logits cast to float32; 1F1B. ``log_throughput`` (helpers.py) writes
-    peaks of allocated and of reserved memory. The former are reset before the optimizer steps (``log_memory``), so what
-    the grid shows, which grows with activations, is what was reserved.
+    again in backward; logits cast to float32; 1F1B. Its log has peaks of allocated and of reserved memory. The former are
+    reset before the optimizer steps, so what the grid shows, which grows with activations, is what was reserved.
     """
     shape = _shape(row, "llama")
     stages = int(row["pp"])
