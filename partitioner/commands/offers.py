@@ -12,7 +12,7 @@ from cost_models.cluster import ClusterSpec
 from cost_models.errors import ClusterError, InfeasibleError, TimeLimitError, UsageError
 from partitioner.api import plan_traced
 from partitioner.commands.options import ModelOptions, check_output, emit, progress
-from partitioner.commands.plan_model import Wanted
+from partitioner.commands.plan_model import PlanAsked
 from partitioner.models.as_graph import as_graph
 from partitioner.plan import Plan
 from partitioner.planning.largest import FIRST_STEPS, STEP_TOKENS, largest_batch, largest_sequence
@@ -81,14 +81,14 @@ def fit_each(
     return _show(ordered(found, order), json)
 
 
-def _read(arguments: Mapping[str, Any], order: OfferOrder) -> tuple[Wanted, OfferOrder]:
+def _read(arguments: Mapping[str, Any], order: OfferOrder) -> tuple[PlanAsked, OfferOrder]:
     """Read the options of plans, and the order of the table: "usd" if it is asked for, else ``order``."""
     if arguments["objective"] != "usd":
-        return Wanted.read(arguments), order
-    return Wanted.read({**arguments, "objective": None}), "usd"
+        return PlanAsked.read(arguments), order
+    return PlanAsked.read({**arguments, "objective": None}), "usd"
 
 
-def _planned(graph: OpGraph, cluster: ClusterSpec, wanted: Wanted) -> Offer:
+def _planned(graph: OpGraph, cluster: ClusterSpec, wanted: PlanAsked) -> Offer:
     model = model_info(graph)
     try:
         wanted.options.check_mesh(cluster)
@@ -97,13 +97,13 @@ def _planned(graph: OpGraph, cluster: ClusterSpec, wanted: Wanted) -> Offer:
         return Offer(model, cluster, None, why=tuple(error.because) or (error.what,))
 
 
-def _fit_batch(graph: OpGraph, cluster: ClusterSpec, wanted: Wanted, limits: Mapping[str, int]) -> Offer:
+def _fit_batch(graph: OpGraph, cluster: ClusterSpec, wanted: PlanAsked, limits: Mapping[str, int]) -> Offer:
     found = largest_batch(Plan, graph, cluster, wanted.options, wanted.precision, **limits)
     return Offer(model_info(graph), cluster, found.plan, why=found.why, more=found.more)
 
 
 def _fit_sequence(
-    traced: Callable[[int], OpGraph], cluster: ClusterSpec, wanted: Wanted, limits: Mapping[str, int]
+    traced: Callable[[int], OpGraph], cluster: ClusterSpec, wanted: PlanAsked, limits: Mapping[str, int]
 ) -> Offer:
     found = largest_sequence(Plan, traced, cluster, wanted.options, wanted.precision, **limits)
     model = model_info(traced(found.size or _first_tokens(limits)))
@@ -111,7 +111,7 @@ def _fit_sequence(
 
 
 def _traced(
-    model: str, of_model: ModelOptions, wanted: Wanted, limits: Mapping[str, int], tokens: int
+    model: str, of_model: ModelOptions, wanted: PlanAsked, limits: Mapping[str, int], tokens: int
 ) -> OpGraph:
     """Trace a model for sequences of ``tokens``. Only the first trace is compared with the model, if that is asked for."""
     check = wanted.of_trace["check"] if tokens == _first_tokens(limits) else "off"

@@ -30,7 +30,7 @@ from passes.trace.loss.reduction import checked_reduction
 
 
 @dataclass(frozen=True)
-class Wanted:
+class PlanAsked:
     """The options of a plan, read from a command line, and those of the trace."""
 
     options: PlanOptions
@@ -39,7 +39,7 @@ class Wanted:
     """Arguments of ``as_graph``."""
 
     @classmethod
-    def read(cls, arguments: Mapping[str, Any]) -> Wanted:
+    def read(cls, arguments: Mapping[str, Any]) -> PlanAsked:
         """Read the arguments of a command, as they were given."""
         given = {**arguments, "microbatches": options.microbatch_count(arguments["microbatches"])}
         precision = options.read_precision(given["precision"])
@@ -80,7 +80,7 @@ def plan_model(
     json: bool,
 ) -> Plan:
     """Plan, write and print. ``arguments``: the command's that decide about the plan, as they were given."""
-    wanted = Wanted.read(arguments)
+    wanted = PlanAsked.read(arguments)
     options.check_output(output)
     machines = ClusterSpec.parse(arguments["cluster"])
     wanted.options.check_mesh(machines)
