@@ -1,4 +1,4 @@
-"""What several clusters offer, in one table: ``plan`` with more than one of them, and ``fit``. It imports torch."""
+"""Offers of several clusters in one table: ``plan`` with more than one of them, and ``fit``. It imports torch."""
 
 from __future__ import annotations
 

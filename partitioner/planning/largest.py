@@ -49,7 +49,7 @@ class Largest(Generic[PlanT]):
     plan: PlanT | None
     """None where nothing fits."""
     why: tuple[str, ...] = ()
-    """Why nothing fits, of the smallest size."""
+    """The reasons why nothing fits, of the smallest size."""
     more: bool = False
     """True where as much fits as was asked for: more may."""
 

@@ -19,7 +19,7 @@ from partitioner.report.table import shape_text
 from partitioner.report.text import columns, hanging, rate_text
 
 OfferOrder = Literal["as given", "time", "usd"]
-"""As the clusters were given; the most samples per second first; the fewest dollars per sample first."""
+"""Order of the rows: as the clusters were given; the most samples per second first; the fewest dollars per sample first."""
 HOUR_SECONDS = 3600
 
 
@@ -33,7 +33,7 @@ class Offer:
     tokens: int | None = None
     """Tokens in a sample, where this was looked for."""
     why: tuple[str, ...] = ()
-    """Why there is no plan."""
+    """The reasons why there is no plan."""
     more: bool = False
     """True where a larger batch, or longer sequence, may fit as well."""
 

@@ -53,6 +53,7 @@ def side_by_side(graph: OpGraph, patterns: str) -> Plan:
         state_parts={},
         optimizer_seconds=four,
         update_bytes={},
+        risk=None,
         prediction=plan.prediction.model_copy(update={"peak_memory_bytes": four}),
     )
     return Plan.from_json(made.model_dump_json())

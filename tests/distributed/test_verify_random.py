@@ -46,10 +46,12 @@ def dropped_path(m: Any, x: Tensor) -> Tensor:
 
 
 def workload(
-    run: Callable[..., Tensor], loss: Callable[..., Tensor] = lambda y, b: (y**2).mean()
+    run: Callable[..., Tensor], loss: Callable[..., Tensor] = lambda y, b: (y**2).mean(), width: int = 6
 ) -> Workload:
+    """``width``: features between a and b."""
     torch.manual_seed(0)
-    return Workload(odd(run, **{name: nn.Linear(6, 6) for name in "abc"}), torch.randn(8, 6), loss, "random")
+    layers = {"a": nn.Linear(6, width), "b": nn.Linear(width, 6), "c": nn.Linear(6, 6)}
+    return Workload(odd(run, **layers), torch.randn(8, 6), loss, "random")
 
 
 WAYS: dict[str, tuple[int, dict[str, Any]]] = {
@@ -121,7 +123,7 @@ def test_what_ranks_draw_by_themselves_is_compared(fault: Callable[[], Any], men
     def run(m: Any, x: Tensor) -> Tensor:
         return m.b(F.dropout(m.a(x), 0.5)) + F.dropout(m.c(x), 0.5)
 
-    given = workload(run)
+    given = workload(run, width=2048)  # of which no rank gathers the weights
     ways = {"strategy": "feature", "mesh": (2,), "pins": {"a.weight": "S0"}, "microbatches": 2}
     plan = partition(given, ClusterSpec.local(2), batch_size=8, **{"strategy": "layer", **ways})
     mended.run(plant, fault, world_size=2)
