@@ -75,7 +75,7 @@ def check_instance(seed: int, number: int, tally: Tally, seconds: float = 0.2) -
         judge = Judge(graph, costs, cluster, job)
         where = f"instance {number}, {request.strategy}, {cluster_name}, batch {batch}: {request}"
         try:
-            outcome = search(graph, costs, cluster, request, judge)
+            outcome = search(request, judge)
             found = bounded(outcome, judge)
         except InfeasibleError:
             tally.refused += 1

@@ -59,7 +59,7 @@ def compile_graph(graph: OpGraph, cluster: ClusterSpec, request: Request) -> Com
     run_pass("verify", lambda _: counted(len(graph), "op"), verify_graph, graph, after="trace")
     costs = run_pass("costs", _ops, costs_of, graph, cluster)
     judge = Judge(graph, costs, cluster, request.job)
-    outcome = run_pass("place", _label, search, graph, costs, judge.cluster, request, judge)
+    outcome = run_pass("place", _label, search, request, judge)
     keep_from_here()
     outcome = run_pass("bound", _bound, bounded, outcome, judge, request.whole_batch)
     realized = outcome.carried.realized
@@ -75,10 +75,9 @@ def anything_fits(graph: OpGraph, cluster: ClusterSpec, request: Request) -> boo
 
     Raises UsageError for a request that cannot be met.
     """
-    costs = costs_of(graph, cluster)
-    judge = Judge(graph, costs, cluster, request.job)
+    judge = Judge(graph, costs_of(graph, cluster), cluster, request.job)
     try:
-        search(graph, costs, cluster, replace(request, only_fits=True), judge)
+        search(replace(request, only_fits=True), judge)
     except (InfeasibleError, TimeLimitError):
         return False
     return True

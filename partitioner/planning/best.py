@@ -281,6 +281,6 @@ def _in_pieces(
     freed = replace(request, microbatches="auto", whole_batch="", time_limit_seconds=seconds)
     judge = Judge(graph, costs_of(graph, cluster), cluster, request.job)
     try:
-        return search(graph, judge.costs, cluster, freed, judge).best
+        return search(freed, judge).best
     except (InfeasibleError, TimeLimitError):
         return None

@@ -18,11 +18,8 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from cost_models.cluster import ClusterSpec
 from cost_models.devices import Device
 from cost_models.variants import part_of
-from passes.costs.costs import GraphCosts
-from passes.graph.graph import OpGraph
 from passes.search.fastest import fastest_of
 from passes.search.feature.place import FeatureRequest
 from passes.search.feature.provider import MeshProvider
@@ -46,9 +43,7 @@ there are many meshes, each takes seconds to price (docs/06c-feature-wise.md), a
 StagesRequest = LayerRequest | FeatureRequest | HybridRequest
 
 
-def place_stages(
-    graph: OpGraph, costs: GraphCosts, cluster: ClusterSpec, request: StagesRequest, judge: Judge
-) -> Outcome:
+def place_stages(request: StagesRequest, judge: Judge) -> Outcome:
     """Return the fastest pipeline of the request's families that fits, in simulation, with its certificate.
 
     Raises UsageError for what cannot hold, InfeasibleError with ways out if nothing fits, TimeLimitError if nothing was

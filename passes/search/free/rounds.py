@@ -46,16 +46,15 @@ LEAST_SECONDS = 0.3
 """Seconds below which a search of a shape is not begun."""
 
 
-def place_anywhere(
-    graph: OpGraph, costs: GraphCosts, cluster: ClusterSpec, request: FreeRequest, judge: Judge
-) -> Outcome:
+def place_anywhere(request: FreeRequest, judge: Judge) -> Outcome:
     """Choose the fastest of everything; in simulation never slower than the layer-wise plan.
 
     Raises InfeasibleError where nothing fits.
     """
     budget = TimeBudget.of(request)
     # With all of the time, as layer-wise planning would have it: with less, the plan may be worse than layer-wise.
-    return place_rounds(graph, costs, cluster, request, layer_start(request, judge), budget)
+    start = layer_start(request, judge)
+    return place_rounds(judge.graph, judge.costs, judge.cluster, request, start, budget)
 
 
 def place_rounds(

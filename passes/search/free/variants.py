@@ -100,7 +100,7 @@ def layer_start(request: FreeRequest, judge: Judge) -> Outcome | None:
         time_limit_seconds=request.time_limit_seconds,
     )
     try:
-        placed = place_stages(judge.graph, judge.costs, judge.cluster, layers, judge)
+        placed = place_stages(layers, judge)
     except (InfeasibleError, TimeLimitError) as error:
         log.info("no layer-wise plan to start from: %s", error.what)
         return None

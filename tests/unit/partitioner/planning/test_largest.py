@@ -80,7 +80,7 @@ def test_one_sample_more_overflows_in_the_simulation() -> None:
     assert found.plan is not None
     costs, job = costs_of(GRAPH, cluster), found.plan.job
     judge = Judge(GRAPH, costs, cluster, job)
-    best = search(GRAPH, costs, cluster, LayerRequest(job, microbatches=1), judge).best
+    best = search(LayerRequest(job, microbatches=1), judge).best
     larger = Judge(GRAPH, costs, cluster, replace(job, batch_size=found.size + 1))
     assert best.fits
     assert not larger.measure(best.candidate).fits

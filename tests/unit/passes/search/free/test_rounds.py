@@ -34,7 +34,7 @@ def request(limit: float, **others: Any) -> FreeRequest:
 
 def layers(graph: OpGraph, machine: ClusterSpec) -> Outcome:
     costs = costs_of(graph, machine)
-    return place_stages(graph, costs, machine, LayerRequest(JOB), Judge(graph, costs, machine, JOB))
+    return place_stages(LayerRequest(JOB), Judge(graph, costs, machine, JOB))
 
 
 def rounds(graph: OpGraph, machine: ClusterSpec, limit: float) -> free_rounds._Rounds:
@@ -74,7 +74,7 @@ def test_no_graph_is_rewritten_where_blocks_cannot_win(
     start = layers(graph, machine)
     asked = request(0.6, objective="latency")
     costs = costs_of(graph, machine)
-    outcome = place_anywhere(graph, costs, machine, asked, Judge(graph, costs, machine, JOB))
+    outcome = place_anywhere(asked, Judge(graph, costs, machine, JOB))
     assert outcome.splits == ()
     assert outcome.carried.realized.simulation.step_seconds == outcome.best.step_seconds
     assert outcome.best.step_seconds <= start.best.step_seconds

@@ -41,7 +41,7 @@ Planned = tuple[OpGraph, ClusterSpec, HybridRequest]
 
 def planned(model: OpGraph, machine: ClusterSpec, request: HybridRequest) -> Simulated:
     judge = Judge(model, costs_of(model, machine), machine, request.job)
-    return place_stages(model, judge.costs, machine, request, judge).best
+    return place_stages(request, judge).best
 
 
 def by_groups(model: OpGraph, machine: ClusterSpec, request: HybridRequest) -> Simulated:
