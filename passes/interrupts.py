@@ -4,6 +4,7 @@
     nothing found   KeyboardInterrupt, at once                                     the process ends: SystemExit(130)
     something found KeyboardInterrupt where work may be lost; elsewhere it waits   SystemExit(130)
                     until such work would begin, which then does not
+torch exports   it waits until that is over                                    SystemExit(130)
 
 Searches say from where on there is something (:func:`keep_from_here`) and which of their work the search can end without
 (:func:`may_be_lost`). Only between the two does an interrupt wait, so a plan is simulated, proved and written in peace.
@@ -37,6 +38,8 @@ class Interrupts:
     """True once something is found that a plan can be made of."""
     losing: int = 0
     """Depth of work that may be lost."""
+    waiting: int = 0
+    """Depth of work that it waits for."""
 
     def handle(self, *_: object) -> None:
         """Take a signal."""
@@ -47,7 +50,7 @@ class Interrupts:
 
     def heed(self) -> None:
         """Raise KeyboardInterrupt where Ctrl-C came and nothing is lost by it."""
-        if self.asked and (self.losing or not self.kept):
+        if self.asked and not self.waiting and (self.losing or not self.kept):
             raise KeyboardInterrupt
         if self.asked:
             report_stopping()
@@ -99,6 +102,22 @@ def heed_interrupt() -> None:
     """End here if Ctrl-C came before anything was found, and was lost in code that swallows exceptions."""
     if own := _interrupts.get():
         own.heed()
+
+
+@contextmanager
+def interrupt_waits() -> Iterator[None]:
+    """Let the first Ctrl-C wait until the work within is over: code in C++ that calls Python, as torch's exporter does,
+    may abort the process when an exception comes out of Python."""
+    own = _interrupts.get()
+    if own is None:
+        yield
+        return
+    own.waiting += 1
+    try:
+        yield
+    finally:
+        own.waiting -= 1
+    own.heed()
 
 
 @contextmanager

@@ -305,6 +305,8 @@ class _ProviderRuns:
         terms = valued.terms
         if terms is not None:
             options = [term for own in proved for term in own.options]
+            if not proved:
+                options.append(BoundTerm("none was looked at", 1, 0.0))
             if on_parts:
                 options.append(BoundTerm.of("families on parts of the cluster", len(on_parts), min(on_parts)))
             if floors and (on_parts or min(floors) < objective):

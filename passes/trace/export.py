@@ -20,6 +20,7 @@ from torch.utils import _pytree as pytree
 
 from cost_models.errors import ModelError
 from cost_models.precision import Precision
+from passes.interrupts import interrupt_waits
 from passes.trace.batch import flatten_batch, forward_arguments, map_tensors
 
 LossFunction: TypeAlias = Callable[[Any, Any], Any]
@@ -288,7 +289,7 @@ def export(
     shapes = tuple(dict.fromkeys(sorted(symbolic[name]), Dim.AUTO) for name in leaves)
     # A collective is to say that there is no group (``runtime.ranks.alone``), before torch puts another in its place.
     collectives = mock.patch.dict(traceable_collective_remaps, clear=True)
-    with tracing(TracingContext(fake_mode)), _no_autocast(), collectives:
+    with interrupt_waits(), tracing(TracingContext(fake_mode)), _no_autocast(), collectives:
         program = torch.export.export(
             module, tuple(leaves.values()), dynamic_shapes=(shapes,) if shapes else None, strict=False
         )

@@ -17,6 +17,7 @@ from passes.compile import Compiled
 from passes.interrupts import (
     best_so_far_kept,
     heed_interrupt,
+    interrupt_waits,
     keep_from_here,
     may_be_lost,
     quiet_in_finalizers,
@@ -86,6 +87,20 @@ def test_within_work_that_may_be_lost_it_ends_that() -> None:
         keep_from_here()
         with pytest.raises(KeyboardInterrupt), may_be_lost():
             press()
+
+
+def test_it_waits_for_work_that_is_not_to_be_cut() -> None:
+    done = []
+
+    def export() -> None:
+        with interrupt_waits():
+            press()
+            with may_be_lost():
+                done.append("exported")
+
+    with best_so_far_kept(), pytest.raises(KeyboardInterrupt):
+        export()
+    assert done == ["exported"]
 
 
 def test_an_interrupt_that_was_swallowed_is_heeded_later() -> None:

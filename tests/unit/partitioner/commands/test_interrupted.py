@@ -14,6 +14,7 @@ import pytest
 
 from partitioner import Plan
 from partitioner.cli import run_command
+from passes.search.fastest import _ProviderRuns
 from passes.search.layer.search import LayerSearch
 from tests.support.matrix import thinned
 from tests.unit.passes.test_interrupts import pressed_in
@@ -67,13 +68,15 @@ def test_there_is_a_whole_plan_or_a_clear_word(strategy: str, times: int, tmp_pa
     assert not list((tmp_path / "0").iterdir())
 
 
-def test_in_the_second_family_of_pipelines_the_plan_of_the_first_is_written(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(("owner", "name"), [(LayerSearch, "solve"), (_ProviderRuns, "run")])
+def test_in_a_search_the_best_plan_so_far_is_written_and_claims_no_more_than_was_looked_at(
+    owner: type, name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """In the second family of pipelines; and before the first, beside the rows that everything is compared with."""
     file = tmp_path / "plan.json"
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
-        with pressed_in(LayerSearch, "solve", 0):
+        with pressed_in(owner, name, 0):
             code = run_command([*PLAN, "--strategy", "hybrid", "-o", str(file)])
     finally:
         signal.signal(signal.SIGINT, before)
@@ -81,4 +84,5 @@ def test_in_the_second_family_of_pipelines_the_plan_of_the_first_is_written(
     assert code == 5
     certificate = Plan.load(file).certificate
     assert certificate.solver_status == "interrupted"
-    assert "; or " not in certificate.space, "of one family only"
+    assert "; or " not in certificate.space, "of one family at most"
+    assert (certificate.bound_seconds == 0.0) == (owner is _ProviderRuns)
