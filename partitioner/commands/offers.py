@@ -99,7 +99,7 @@ def _planned(graph: OpGraph, cluster: ClusterSpec, wanted: PlanAsked) -> Offer:
 
 def _fit_batch(graph: OpGraph, cluster: ClusterSpec, wanted: PlanAsked, limits: Mapping[str, int]) -> Offer:
     found = largest_batch(Plan, graph, cluster, wanted.options, wanted.precision, **limits)
-    return Offer(model_info(graph), cluster, found.plan, why=found.why, more=found.more)
+    return Offer(model_info(graph), cluster, found.plan, why=found.why, largest=True, beyond=found.beyond)
 
 
 def _fit_sequence(
@@ -107,7 +107,7 @@ def _fit_sequence(
 ) -> Offer:
     found = largest_sequence(Plan, traced, cluster, wanted.options, wanted.precision, **limits)
     model = model_info(traced(found.size or _first_tokens(limits)))
-    return Offer(model, cluster, found.plan, found.size or None, found.why, found.more)
+    return Offer(model, cluster, found.plan, found.size or None, found.why, True, found.beyond)
 
 
 def _traced(

@@ -5,7 +5,8 @@
     bisected     one by one, up to the next multiple of u
 
 The peak need not grow with the size: a search may cut or recompute a larger batch in another way, and what divides it
-grows and falls. The size above the answer does not fit; not every one beyond was looked at.
+grows and falls. With the size above the answer the search finds nothing: that it does not fit is proved by this where there
+is one plan only, on one device without recomputation. Not every size beyond was looked at.
 """
 
 from __future__ import annotations
@@ -50,8 +51,8 @@ class Largest(Generic[PlanT]):
     """None where nothing fits."""
     why: tuple[str, ...] = ()
     """The reasons why nothing fits, of the smallest size."""
-    more: bool = False
-    """True where as much fits as was asked for: more may."""
+    beyond: int | None = None
+    """The size above, for which nothing was found that fits; None where as much fits as was asked for: more may."""
 
 
 def largest_batch(
@@ -127,9 +128,10 @@ class _Sizes:
             )
             fits = fits or found
         if not fits:
-            return Largest(0, None, self._nothing(first))
+            return Largest(0, None, self._nothing(first), first)
         size = base + steps * self.step
-        return Largest(size, self._plan(kind, size), more=size + self.step > most)
+        beyond = size + self.step
+        return Largest(size, self._plan(kind, size), beyond=beyond if beyond <= most else None)
 
     def _fits(self, size: int) -> Literal[True] | None:
         """Tell whether something is found that fits; None for no."""

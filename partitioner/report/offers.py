@@ -21,6 +21,10 @@ from partitioner.report.text import columns, hanging, rate_text
 OfferOrder = Literal["as given", "time", "usd"]
 """Order of the rows: as the clusters were given; the most samples per second first; the fewest dollars per sample first."""
 HOUR_SECONDS = 3600
+NOTHING_FOUND = (
+    "With the next size nothing was found that fits. On one device without recomputation there is one plan only, so that "
+    "it does not; elsewhere a search that finds nothing is no proof."
+)
 
 
 @dataclass(frozen=True)
@@ -34,8 +38,15 @@ class Offer:
     """Tokens in a sample, where this was looked for."""
     why: tuple[str, ...] = ()
     """The reasons why there is no plan."""
-    more: bool = False
-    """True where a larger batch, or longer sequence, may fit as well."""
+    largest: bool = False
+    """True where the largest batch, or the longest sequence, was looked for."""
+    beyond: int | None = None
+    """The size above the largest, for which nothing was found that fits; None where it was not looked for."""
+
+    @property
+    def more(self) -> bool:
+        """True where a larger batch, or longer sequence, may fit as well: it was not looked for."""
+        return self.largest and self.beyond is None
 
     @property
     def usd_per_million_samples(self) -> float | None:
@@ -63,6 +74,7 @@ class Offer:
             "why": list(self.why),
             "sequence": self.tokens,
             "more_may_fit": self.more,
+            "nothing_found_at": self.beyond,
             "usd_per_hour": self.cluster.usd_per_hour,
             "usd_per_million_samples": self.usd_per_million_samples,
             "usd_per_million_tokens": self.usd_per_million_tokens,
@@ -115,8 +127,10 @@ def _by_model(offers: Sequence[Offer]) -> list[list[Offer]]:
 def render_offers(offers: Sequence[Offer]) -> str:
     """Write a table per model, and below them how to read it."""
     tables = [_table(group) for group in _by_model(offers)]
-    notes = f"In parentheses {SHARE:.0%} intervals; chance: of not fitting."
-    return printable("\n\n".join([*tables, notes]))
+    notes = [f"In parentheses {SHARE:.0%} intervals; chance: of not fitting."]
+    if any(offer.plan and offer.beyond is not None for offer in offers):
+        notes.append(hanging(NOTHING_FOUND))
+    return printable("\n\n".join([*tables, "\n".join(notes)]))
 
 
 def _table(offers: Sequence[Offer]) -> str:

@@ -60,6 +60,7 @@ def test_models_and_numbers_of_devices_are_a_row_each(tmp_path: Path, capsys: Ca
     assert [row["model"] for row in rows] == ["net"] * 3 + ["mlp"] * 3
     assert [row["devices"] for row in rows] == [1, 1, 2] * 2
     assert [row["more_may_fit"] for row in rows[1:3]] == [True, True]
+    assert (rows[0]["batch_size"] + 1, None) == (rows[0]["nothing_found_at"], rows[1]["nothing_found_at"])
     assert rows[0]["batch_size"] < 64
     assert rows[0]["peak_memory_bytes"] <= rows[0]["memory_bytes"]
 
@@ -81,7 +82,9 @@ def test_sequences_are_as_long_as_batches_are_large(tmp_path: Path, capsys: Capt
     (sequence,) = offers(capsys, "fit", NET, *machine, "--largest", "sequence")
     assert sequence["batch_size"] == 1
     assert sequence["sequence"] == 128 * batch["batch_size"]
-    assert "sequence" in printed(capsys, "fit", NET, *machine, "--largest", "sequence", "--most", "1024")
+    assert "nothing was found that fits" in printed(capsys, "fit", NET, *machine)
+    most = printed(capsys, "fit", NET, *machine, "--largest", "sequence", "--most", "1024")
+    assert ("sequence" in most, "nothing was found" in most) == (True, False)
 
 
 def test_what_to_rent(tmp_path: Path, capsys: Capture) -> None:

@@ -92,8 +92,8 @@ def test_devices_share_a_batch_and_hold_more() -> None:
 
 
 def test_no_more_is_looked_for_than_was_asked() -> None:
-    assert (fitted(most=7).size, fitted(most=7).more) == (7, True)
-    assert (fitted(devices=4, strategy="hybrid", most=6).size, fitted().more) == (6, False)
+    assert (fitted(most=7).size, fitted(most=7).beyond) == (7, None)
+    assert (fitted(devices=4, strategy="hybrid", most=6).size, fitted().beyond) == (6, fitted().size + 1)
     assert fitted(step=50).size == fitted().size // 50 * 50
 
 
