@@ -25,7 +25,7 @@ class Decoder:
 
     ``family``: "llama" has RMS norms, rotary positions and a gated MLP; "gpt" layer norms, learned positions, biases, GELU.
     ``attention``: "flash", or "softmax" for two products around one kernel that scales, masks and normalizes.
-    ``logits``: the type that the loss is computed in.
+    ``logits``: the type that the loss is computed in. ``dropout``: of attention's scores, and before each residual sum.
     """
 
     family: Literal["llama", "gpt"]
@@ -40,6 +40,7 @@ class Decoder:
     attention: Literal["flash", "softmax"] = "flash"
     logits: torch.dtype = torch.float32
     dtype: torch.dtype = torch.bfloat16
+    dropout: float = 0.0
 
     @property
     def head_width(self) -> int:
@@ -78,9 +79,12 @@ class _SelfAttention(nn.Module):
         q, k = self.rotary(q), self.rotary(k)
         if self.shape.attention == "flash":
             grouped = self.shape.kv_heads != self.shape.heads
-            mixed = functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
+            mixed = functional.scaled_dot_product_attention(
+                q, k, v, dropout_p=self.shape.dropout, is_causal=True, enable_gqa=grouped
+            )
         else:
-            mixed = torch.softmax(q @ k.transpose(2, 3), dim=-1) @ v
+            shares = torch.softmax(q @ k.transpose(2, 3), dim=-1)
+            mixed = _dropped(shares, self.shape) @ v
         return self.out(mixed.transpose(1, 2).reshape(b, s, self.shape.width))
 
 
@@ -94,6 +98,10 @@ class _Gated(nn.Module):
         return self.down(functional.silu(self.gate(x)) * self.up(x))
 
 
+def _dropped(x: Tensor, shape: Decoder) -> Tensor:
+    return functional.dropout(x, shape.dropout) if shape.dropout else x
+
+
 def _norm(shape: Decoder) -> nn.Module:
     return nn.RMSNorm(shape.width) if shape.family == "llama" else nn.LayerNorm(shape.width)
 
@@ -101,6 +109,7 @@ def _norm(shape: Decoder) -> nn.Module:
 class _Layer(nn.Module):
     def __init__(self, shape: Decoder) -> None:
         super().__init__()
+        self.shape = shape
         self.norm1, self.norm2 = _norm(shape), _norm(shape)
         self.attention = _SelfAttention(shape)
         wide = nn.Linear(shape.width, shape.ffn)
@@ -108,8 +117,8 @@ class _Layer(nn.Module):
         self.mlp = _Gated(shape) if shape.family == "llama" else gelu
 
     def forward(self, x: Tensor) -> Tensor:
-        x = x + self.attention(self.norm1(x))
-        return x + self.mlp(self.norm2(x))
+        x = x + _dropped(self.attention(self.norm1(x)), self.shape)
+        return x + _dropped(self.mlp(self.norm2(x)), self.shape)
 
 
 class ParallelDecoder(nn.Module):

@@ -21,6 +21,7 @@ import torch
 from benchmarks.parallel_models import Decoder
 from cost_models.cluster import ClusterSpec
 from cost_models.precision import Precision
+from cost_models.spec.presets import MACHINE_NETWORKS
 
 ROOM = "100TB"
 """Memory of each device here: what a run that ran would need is asked, not whether it fits."""
@@ -52,7 +53,7 @@ class AsRun:
     schedule: str = "auto"
     place: Literal["first", "last", "fullest"] = "fullest"
     context_bytes: int = 0
-    """What the published number counts beside tensors: the driver's count has CUDA's context."""
+    """CUDA's context where the published number is the driver's count, which has NCCL's communicators too."""
 
     def cluster(self) -> ClusterSpec:
         """Return its devices, with room for whatever the plan needs."""
@@ -143,11 +144,15 @@ CARDS = {
 """The device's and the machine's preset of each card."""
 EFA = {"preset": "InfiniBand-NDR", "per": "device"}
 """AWS p5: 3.2 Tb/s a machine, 400 Gb/s a card."""
+FOUR_CARDS = {"preset": "InfiniBand-EDR", "cards": 4}
+"""Four cards of 100 Gb/s a machine: RoCE of InternLM's runs, Omni-Path of Jean Zay, with the latency that NCCL has."""
 
 
 def _shape(row: ParallelRow, family: Literal["llama", "gpt"], **more: Any) -> Decoder:
     """Return a row's model. With several stages a tied head is a parameter of its own, as each stage keeps a copy of it."""
     heads = int(row["heads"])
+    if int(row["hidden"]) % heads:
+        raise NotExpressibleError("heads that do not divide the width")
     found = re.match(r"(\d+)(?: padded to (\d+)\*tp)?$", row["vocab"])
     if found is None:
         raise NotExpressibleError("not published: vocab")
@@ -167,9 +172,15 @@ def _shape(row: ParallelRow, family: Literal["llama", "gpt"], **more: Any) -> De
 
 
 def _plan(
-    row: ParallelRow, shape: Decoder, *, zero: int, recompute: str, borders: list[str] | None = None
+    row: ParallelRow,
+    shape: Decoder,
+    *,
+    zero: int,
+    recompute: str,
+    borders: list[str] | None = None,
+    **more: Any,
 ) -> AsRun:
-    """Return what all sources have in common."""
+    """Return what all sources have in common. ``more``: fields of the run that a source has otherwise."""
     device, machine = CARDS[row["gpu"]]
     pipeline, chunks, shards = (int(row[name] or 1) for name in ("pp", "vpp", "tp"))
     devices = int(row["gpus"])
@@ -184,10 +195,11 @@ def _plan(
         borders = even_borders(shape.layers, pipeline * chunks)
     if borders:
         fix += f" borders={','.join(borders)}"
-    return AsRun(
+    made = AsRun(
         shape, device, machine, devices, int(row["gpus_per_node"] or PER_MACHINE), int(row["global_batch"]), fix,
-        Precision(master=torch.float32),
+        Precision(master=torch.float32), network=MACHINE_NETWORKS[machine],
     )  # fmt: skip
+    return replace(made, **more)
 
 
 def even_borders(layers: int, stages: int) -> list[str]:
@@ -195,6 +207,18 @@ def even_borders(layers: int, stages: int) -> list[str]:
     if layers % stages:
         raise NotExpressibleError("stages of unequal numbers of layers, which are not published")
     return [f"blocks.{stage * layers // stages}" for stage in range(1, stages)]
+
+
+def full_borders(layers: int, stages: int, *, ends: bool) -> list[str]:
+    """Cut as many layers a stage as the fullest needs, the last stage has what is left (DeepSpeed's PipelineModule).
+
+    ``ends``: embedding and head count as a layer each.
+    """
+    most = -(-(layers + 2 * ends) // stages)
+    cuts = [stage * most - ends for stage in range(1, stages)]
+    if cuts and cuts[-1] >= layers:
+        raise NotExpressibleError("a pipeline with an empty stage")
+    return [f"blocks.{cut}" for cut in cuts]
 
 
 # --------------------------------------------------------------------------------------------------
@@ -233,11 +257,136 @@ def _nanotron(row: ParallelRow) -> AsRun:
     borders = nanotron_borders(shape, stages) if stages > 1 else []
     if len(borders) != stages - 1:
         raise NotExpressibleError("a pipeline with an empty stage")
-    made = _plan(row, shape, zero=zero, recompute="gathers", borders=borders)
-    return replace(made, optimizer="fused-adamw", place="first", network=EFA)
+    return _plan(
+        row,
+        shape,
+        zero=zero,
+        recompute="gathers",
+        borders=borders,
+        optimizer="fused-adamw",
+        place="first",
+        network=EFA,
+    )
+
+
+MPT_70B_LAYERS = 80
+"""The file has 64. Throughput and share of the peak, published beside each other, are of 67.5 GFLOP a token in all of its
+rows: 80 layers (64 would be 54)."""
+
+
+def _mosaic(row: ParallelRow) -> AsRun:
+    """Run llm-foundry's benchmarks of 2023: MPT with FSDP's full shard, the loss in 16 bits, FlashAttention of that year.
+
+    ``mixed_precision: PURE`` sums gradients in bf16, ``DEFAULT`` in 32 bits (Composer's ``get_mixed_precision``).
+    """
+    layers = {"layers": str(MPT_70B_LAYERS)} if row["model"] == "mpt-70b" else {}
+    shape = _shape({**row, **layers}, "gpt", logits=torch.bfloat16, dtype=torch.float32)
+    summed = torch.bfloat16 if row["precision"] == "bf16 (pure)" else None
+    again = "full" if row["recompute"] == "full" else "gathers"
+    return _plan(
+        row,
+        shape,
+        zero=3,
+        recompute=again,
+        stack="2023",
+        precision=Precision(compute=torch.bfloat16, gradients=summed),
+    )
+
+
+MEGATRON_DROPOUT = 0.1
+"""The default of ``--hidden-dropout`` and ``--attention-dropout``."""
+MEGATRON_MULTIPLE = 128
+"""The default of ``--make-vocab-size-divisible-by``, of each shard's part of the vocabulary."""
+SMI_CONTEXT_BYTES = int(1.6 * GIB)
+"""What nvidia-smi counts beside tensors on Jean Zay (the row's column ``memory_kind``)."""
+
+
+def _bigscience(row: ParallelRow) -> AsRun:
+    """Run the search for BLOOM's shape: Megatron-DeepSpeed of February 2022 (chronicles-prequel.md).
+
+    Every layer recomputed, attention as two products around a fused softmax, dropout, the loss in place (``_golden``), no
+    sequence parallelism, fp16 gradients unless the row says bf16 with gradients in float32. Memory is nvidia-smi's, over
+    first and last machine.
+    """
+    half = torch.float16 if row["precision"] == "fp16" else torch.bfloat16
+    shape = _shape(row, "gpt", attention="softmax", dtype=half, logits=half, dropout=MEGATRON_DROPOUT)
+    fp32 = "fp32" in row["precision"] or "fp32" in row["optimizer"]
+    precision = Precision(
+        gradients=torch.float32 if fp32 else half,
+        master=torch.float32,
+        loss_scale="dynamic" if half is torch.float16 else None,
+    )
+    return _plan(
+        row,
+        shape,
+        zero=1 if row["sharding"] == "zero1" else 0,
+        recompute="full",
+        borders=full_borders(shape.layers, int(row["pp"]), ends="embeddings balanced" in row["notes"]),
+        stack="2023",
+        optimizer="fused-adamw",
+        precision=precision,
+        network=FOUR_CARDS,
+        context_bytes=SMI_CONTEXT_BYTES,
+    )
+
+
+def _internlm(row: ParallelRow) -> AsRun:
+    """Run InternLM 7B of 2023 (doc/en/train_performance.md): flash-attn, ZeRO-1, no sequence parallelism.
+
+    No word of ``fix`` splits the optimizer's state among some of the replicas only.
+    """
+    if row["shard_degree"] != row["dp"]:
+        raise NotExpressibleError("optimizer's state split among some of the replicas")
+    return _plan(
+        row,
+        _shape(row, "llama"),
+        zero=1,
+        recompute=row["recompute"],
+        stack="2023",
+        optimizer="fused-adamw",
+        network=FOUR_CARDS,
+    )
+
+
+_UNLIKE = re.compile("mla|swiglu|uneven|account_for_embedding|fsdp|fim_dataset|reshard|defer_embedding")
+"""Golden runs whose model or stages the columns do not tell."""
+
+
+def _golden(row: ParallelRow) -> AsRun:
+    """Run Megatron-LM's functional tests: torch's peak of allocated bytes on the last rank.
+
+    Parameters in 16 bits, gradients summed in float32, masters in float32; Transformer Engine's attention keeps no scores
+    unless the row says ``unfused``, the local one does. The loss is computed in place: a softmax in float32, then its
+    gradient in the same bytes, beside logits of 16 bits. A loss in 16 bits that is not in place has as many bytes.
+    """
+    if _UNLIKE.search(row["id"]):
+        raise NotExpressibleError("a test whose model or stages the columns do not tell")
+    unfused = row["attention"] == "unfused" or row["fused"] == "local"
+    half = torch.float16 if row["precision"] == "fp16" else torch.bfloat16
+    precision = Precision(
+        gradients=torch.float32,
+        master=torch.float32,
+        loss_scale="dynamic" if half is torch.float16 else None,
+    )
+    words = row["vocab"].split()
+    padded = {**row, "vocab": f"{words[0]} padded to {MEGATRON_MULTIPLE}*tp"}
+    attention: Literal["flash", "softmax"] = "softmax" if unfused else "flash"
+    return _plan(
+        row,
+        _shape(padded, "gpt", attention=attention, dtype=half, logits=half, dropout=MEGATRON_DROPOUT),
+        zero=1 if row["sharding"] == "zero1" else 0,
+        recompute="full" if row["recompute"].startswith("full") else "none",
+        place="last",
+        optimizer="fused-adamw",
+        precision=precision,
+    )
 
 
 SOURCES: Mapping[str, Callable[[ParallelRow], AsRun]] = {
     "nanotron-grid": _nanotron,
     "nanotron-tp": _nanotron,
+    "mosaic": _mosaic,
+    "bigscience": _bigscience,
+    "internlm": _internlm,
+    "mlm-golden": _golden,
 }

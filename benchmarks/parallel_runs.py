@@ -41,12 +41,17 @@ LEAST_MFU_PERCENT = 10.0
 
 @dataclass(frozen=True)
 class Predicted:
-    """The prediction of one row. ``peaks``: bytes of the first, the last and the fullest stage."""
+    """The prediction of one row. Bytes are of the first, the last and the fullest device.
+
+    ``peaks``: tensors. ``communicators``, and ``context_bytes`` of each device: what the driver counts beside them.
+    """
 
     id: str
     key: str
     step_seconds: float = 0.0
     peaks: tuple[float, float, float] = (0.0, 0.0, 0.0)
+    communicators: tuple[float, float, float] = (0.0, 0.0, 0.0)
+    context_bytes: float = 0.0
     kind: str = ""
     rates: str = ""
     refused: str = ""
@@ -71,10 +76,12 @@ class Compared:
 
     @property
     def peak_bytes(self) -> float:
-        """The predicted memory that was published: of the stage it is of, with what the number counts beside tensors."""
-        return (
-            self.predicted.peaks[("first", "last", "fullest").index(self.run.place)] + self.run.context_bytes
-        )
+        """The predicted memory that was published: of the device it is of, with what the number counts beside tensors."""
+        place = ("first", "last", "fullest").index(self.run.place)
+        peak = self.predicted.peaks[place]
+        if self.run.context_bytes:
+            peak += self.predicted.communicators[place] + self.run.context_bytes
+        return peak
 
     @property
     def memory_error(self) -> float | None:
@@ -140,13 +147,16 @@ def predicted(row: ParallelRow, run: AsRun) -> Predicted:
         plan = planned(run)
     except PartitionerError as error:
         return Predicted(row["id"], key_of(run), refused="; ".join([error.what, *error.because])[:300])
-    by_rank = [plan.prediction.memory_parts(rank)["tensors"] for rank in range(plan.world_size)]
+    parts = [plan.prediction.memory_parts(rank) for rank in range(plan.world_size)]
+    three = parts[0], parts[-1], max(parts, key=lambda part: part["tensors"])
     intervals = plan.intervals
     return Predicted(
         row["id"],
         key_of(run),
         plan.prediction.step_seconds,
-        (by_rank[0], by_rank[-1], max(by_rank)),
+        tuple(float(part["tensors"]) for part in three),  # type: ignore[arg-type]
+        tuple(float(part.get("communicators", 0)) for part in three),  # type: ignore[arg-type]
+        float(parts[0].get("context", 0)),
         intervals.kind,
         intervals.origin.rates or "",
         planning_seconds=time.perf_counter() - since,

@@ -6,13 +6,38 @@ import pytest
 import torch
 
 from benchmarks.parallel_models import Decoder, decoder
-from benchmarks.parallel_rows import NotExpressibleError, as_run, kinds_of, nanotron_borders
+from benchmarks.parallel_rows import (
+    GIB,
+    NotExpressibleError,
+    as_run,
+    full_borders,
+    kinds_of,
+    nanotron_borders,
+)
+from benchmarks.parallel_runs import Compared, Predicted
 
 ROW = {
     "id": "nt", "kind": "TP+PP+SP+ZERO1+TIME+MEM", "source_id": "nanotron-grid", "layers": "16", "hidden": "2048",
     "heads": "32", "kv_heads": "32", "ffn": "8192", "vocab": "131072", "tied": "1", "gpu": "h100_80gb", "gpus": "64",
     "gpus_per_node": "8", "sequence": "4096", "global_batch": "256", "micro_batch": "2", "tp": "4", "sp": "1", "pp": "4",
     "vpp": "1", "sharding": "zero1",
+}  # fmt: skip
+BLOOM = {
+    **ROW, "source_id": "bigscience", "layers": "70", "hidden": "14336", "heads": "112", "ffn": "57344", "vocab": "250880",
+    "gpu": "a100_80gb", "gpus": "384", "sp": "0", "pp": "12", "trust": "B", "precision": "fp16", "optimizer": "fused Adam",
+    "notes": "embeddings balanced as pipeline slots", "peak_memory_gib": "59", "sequence": "2048",
+}  # fmt: skip
+MPT = {
+    **ROW, "source_id": "mosaic", "model": "mpt-70b", "kind": "AC+FSDP+TIME", "tp": "1", "pp": "1",
+    "sharding": "FSDP zero3", "recompute": "full", "precision": "bf16 (pure)",
+}  # fmt: skip
+INTERNLM = {
+    **ROW, "source_id": "internlm", "gpu": "a100_80gb", "tp": "2", "sp": "0", "pp": "1", "dp": "32", "shard_degree": "32",
+    "recompute": "none",
+}  # fmt: skip
+GOLDEN = {
+    **ROW, "source_id": "mlm-golden", "vocab": "131073", "gpus": "8", "pp": "1", "sp": "0", "attention": "unfused",
+    "fused": "transformer_engine", "precision": "bf16", "recompute": "full uniform",
 }  # fmt: skip
 
 
@@ -33,11 +58,33 @@ def test_a_row_is_one_fix_line_with_its_sources_stages():
         ({"gpu": "gb200"}, "no preset of gb200"),
         ({"layers": ""}, "not published: layers"),
         ({"pp": "16"}, "empty stage"),
+        ({"heads": "24"}, "do not divide"),
     ],
 )
 def test_what_no_fix_line_says_is_named(change: dict[str, str], reason: str):
     with pytest.raises(NotExpressibleError, match=reason):
         as_run({**ROW, **change})
+
+
+def test_each_source_runs_by_its_conventions():
+    mpt, internlm, golden = as_run(MPT), as_run(INTERNLM), as_run(GOLDEN)
+    assert mpt.fix == "pipeline=1 data=64 zero=3 microbatch=2 recompute=full"
+    assert (mpt.shape.layers, mpt.precision.gradients, mpt.stack) == (80, torch.bfloat16, "2023")
+    assert internlm.fix == "pipeline=1 data=32 zero=1 tensor=2 microbatch=2 recompute=none"
+    assert (golden.shape.vocabulary, golden.shape.attention, golden.place) == (131_584, "softmax", "last")
+    with pytest.raises(NotExpressibleError, match="among some"):
+        as_run({**INTERNLM, "shard_degree": "8"})
+
+
+def test_deepspeed_fills_stages_from_the_first_and_may_count_embeddings_as_layers():
+    assert full_borders(78, 12, ends=False)[-1] == "blocks.77"  # 7, 7, ..., 1
+    assert full_borders(70, 12, ends=True) == [f"blocks.{5 + 6 * i}" for i in range(11)]  # 5, 6, ..., 5
+
+
+def test_the_drivers_count_has_communicators_and_the_context():
+    run = as_run(BLOOM)
+    made = Predicted("bs", "", peaks=(57 * GIB, GIB, 57 * GIB), communicators=(0.4 * GIB, 0.0, 0.4 * GIB))
+    assert Compared(BLOOM, run, made).memory_error == pytest.approx(0, abs=1e-6)
 
 
 def test_nanotron_ends_a_stage_with_the_block_that_passes_its_share():
@@ -49,7 +96,10 @@ def test_nanotron_ends_a_stage_with_the_block_that_passes_its_share():
 
 @pytest.mark.parametrize("family", ["llama", "gpt"])
 def test_a_decoder_is_of_its_shape(family: str):
-    shape = Decoder(family, 2, 8, 2, 2, 16, 32, 4, tied=False, attention="softmax", dtype=torch.float32)  # type: ignore[arg-type]
+    shape = Decoder(
+        family,  # type: ignore[arg-type]
+        2, 8, 2, 2, 16, 32, 4, tied=False, attention="softmax", dtype=torch.float32, dropout=0.1,
+    )  # fmt: skip
     made = decoder(shape)
     tokens = made.example_inputs["tokens"].to("meta")
     assert made.model(tokens, tokens).shape == ()
