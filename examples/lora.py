@@ -1,6 +1,6 @@
 """A language model whose base is frozen: low-rank adapters beside its linear layers are all that trains (Hu et al. 2021).
 
-    partitioner fit examples/lora.py:lora --cluster RTX4090-24GB:1,2 --precision compute=bf16
+    partitioner fit examples/lora.py:lora --cluster RTX4090:1,2 --precision compute=bf16
 
 A frozen parameter has no gradient and no optimizer state, and backward computes no gradient of it, for which the layer's
 input would be kept: of a full fine-tuning's memory the parameters stay, and a part of the activations.

@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from partitioner.deploy_together import deploy
     from partitioner.engine.callbacks import Callback
     from partitioner.engine.loggers import CsvLogger, LineLogger, TensorBoardLogger, WandbLogger
+    from partitioner.largest_fit import fit
     from partitioner.models.as_graph import trace
     from partitioner.models.workload import Workload
     from partitioner.plan import Plan
@@ -69,6 +70,7 @@ __all__ = [
     "WandbLogger",
     "Workload",
     "deploy",
+    "fit",
     "is_checkpoint",
     "opaque",
     "partition",
@@ -88,6 +90,7 @@ _MODULES = {
     "WandbLogger": "partitioner.engine.loggers",
     "Workload": "partitioner.models.workload",
     "deploy": "partitioner.deploy_together",
+    "fit": "partitioner.largest_fit",
     "is_checkpoint": "runtime.checkpoint.directory",
     "opaque": "passes.trace.opaque.mark",
     "partition": "partitioner.api",

@@ -74,12 +74,11 @@ def fit(
     arguments = dict(locals())
     for name in ("models", "cluster", "largest", "most", "step", "quiet", "json"):
         del arguments[name]
-    limits = {name: value for name, value in (("most", most), ("step", step)) if value is not None}
-    if wrong := [f"--{name} {value}: expected 1 or more" for name, value in limits.items() if value < 1]:
-        raise UsageError("cannot read the command line", wrong)
     if not models:
         raise UsageError("cannot read the command line", ["no MODEL is given"])
     with collector_paused():
         from partitioner.commands.offers import fit_each  # it imports torch
 
-        return fit_each(models, cluster_texts(cluster), largest, limits, arguments, quiet=quiet, json=json)
+        return fit_each(
+            models, cluster_texts(cluster), largest, most, step, arguments, quiet=quiet, json=json
+        )

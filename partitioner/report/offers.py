@@ -102,7 +102,18 @@ def _figures(plan: PlanData) -> dict[str, Any]:
     }
 
 
-def ordered(offers: Sequence[Offer], order: OfferOrder) -> list[Offer]:
+class Offers(tuple[Offer, ...]):
+    """Offers in the order of their table, which is their text."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain data, as ``--json`` prints it."""
+        return {"offers": [offer.to_dict() for offer in self]}
+
+    def __str__(self) -> str:
+        return render_offers(self)
+
+
+def ordered(offers: Sequence[Offer], order: OfferOrder) -> Offers:
     """Order the offers of each model; those without a safe plan, or without a price where that decides, are last."""
 
     def cost(offer: Offer) -> float:
@@ -114,9 +125,9 @@ def ordered(offers: Sequence[Offer], order: OfferOrder) -> list[Offer]:
         return 1 / offer.plan.prediction.samples_per_second
 
     groups = _by_model(offers)
-    return [
+    return Offers(
         offer for group in groups for offer in (group if order == "as given" else sorted(group, key=cost))
-    ]
+    )
 
 
 def _by_model(offers: Sequence[Offer]) -> list[list[Offer]]:

@@ -111,9 +111,9 @@ def test_what_to_rent(tmp_path: Path, capsys: Capture) -> None:
     [
         (["fit", "--cluster", "local:1"], "no MODEL is given"),
         (["fit", NET, "--cluster", "local:1", "--largest", "model"], "neither batch nor sequence"),
-        (["fit", NET, "--cluster", "local:1", "--most", "0"], "--most 0: expected 1 or more"),
+        (["fit", NET, "--cluster", "local:1", "--most", "0"], "most is 0, expected 1 or more"),
         (["fit", NET, "--cluster", "local:1", "--largest", "sequence", "--seq", "8"], "--seq 8 gives it"),
-        (["fit", NET, "--cluster", "local:1", "--objective", "usd"], "none of the clusters has a price"),
+        (["fit", NET, "--cluster", "local:1", "--objective", "usd"], "none of local:1 has a price"),
         (["plan", NET, "--batch-size", "8", "--cluster", "local:1,2", "--timings"], "of one plan"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",

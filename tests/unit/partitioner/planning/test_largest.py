@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from cost_models.cluster import ClusterSpec
 from cost_models.errors import InfeasibleError, ModelError, UsageError
-from partitioner import Plan, partition
+from partitioner import Plan, Workload, fit, partition
 from partitioner.planning.largest import Largest, largest_batch, largest_sequence
 from partitioner.planning.options import PlanOptions
 from passes.costs.costs import costs_of
@@ -73,6 +73,23 @@ def test_the_next_does_not_fit(devices: int, options: dict[str, Any]) -> None:
     assert found.plan.batch_size == found.size
     assert fits(found.size, devices, **options)
     assert not fits(found.size + 1, devices, **options)
+
+
+def test_fit_returns_a_row_for_each_cluster() -> None:
+    cluster = ClusterSpec.local(1, memory="1MiB")
+    options: dict[str, Any] = {"strategy": "layer", "recompute": "none", "loss_fn": squares}
+    row, again = fit(Net(), [cluster] * 2, example_inputs=torch.randn(2, 64, 16), **options)
+    assert row.plan is not None
+    assert row.plan.batch_size == again.plan.batch_size == fitted().size == row.beyond - 1
+    (longest,) = fit(
+        lambda tokens: Workload(Net(), torch.randn(2, tokens, 16), squares),
+        cluster, largest="sequence", step=64, batch_size=1, **{**options, "loss_fn": None},
+    )  # fmt: skip
+    assert longest.tokens == 64 * fitted().size
+    with pytest.raises(UsageError, match="there is no option batch"):
+        fit(Net(), cluster, batch=3)
+    with pytest.raises(UsageError, match="from tokens to a Workload"):
+        fit(GRAPH, cluster, largest="sequence")
 
 
 def test_one_sample_more_overflows_in_the_simulation() -> None:
