@@ -196,6 +196,8 @@ class PlanOptions:
             yield f"recompute {self.recompute!r} is not one of: {', '.join(RECOMPUTE_MODES)}"
         if self.recompute == "gathers" and self.strategy == "layer":
             yield "recompute 'gathers' is for shardings: in pipelines of single devices nothing is gathered"
+        if self.recompute == "selective" and self.strategy == "layer":
+            yield "recompute 'selective' is looked at by strategy hybrid, and not by layer"
         if self.objective is not None and self.objective not in OBJECTIVES:
             yield f"objective {self.objective!r} is not one of: {', '.join(OBJECTIVES)}"
 

@@ -17,7 +17,7 @@ from cost_models.errors import PlanError, UsageError
 from partitioner.record.data import PlanData
 from partitioner.record.rebuild_checks import refuse_wrong_stages
 from partitioner.record.records import Stage
-from passes.graph.blocks import GATHERS, block_of
+from passes.graph.blocks import GATHERS, SELECTIVE, block_of
 from passes.graph.graph import OpGraph, once_per_graph
 from passes.lower.crossing import Extent, Side, crossing_value
 from passes.lower.placed_graph import PlacedGraph, on_meshes
@@ -229,7 +229,7 @@ def _segmentation(plan: PlanData, graph: OpGraph, ranks: RankMap | None) -> Segm
     """Return the ops of ``graph`` that each of the plan's segments runs, and its group."""
     stage_of = {op: index for index, stage in enumerate(plan.stages) for op in stage.ops}
     groups = [_group(stage, ranks) for stage in plan.stages]
-    known = frozenset((GATHERS, *block_of(graph).values()))
+    known = frozenset((GATHERS, SELECTIVE, *block_of(graph).values()))
     missing = sorted({name for stage in plan.stages for name in stage.recomputed_blocks} - known)
     if missing:
         raise PlanError(

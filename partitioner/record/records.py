@@ -97,7 +97,8 @@ class Stage(Record):
     weight_saved_bytes: Natural = Field(description="still held by a deferred weight half, per micro-batch")
     recomputed_blocks: tuple[str, ...] = Field(
         description="modules (a number after #: a later call) whose activations backward computes again; "
-        "gathers: products with parameters, each by itself, so that what was gathered for it is gathered again"
+        "gathers: products with parameters, each by itself, so that what was gathered for it is gathered again; "
+        "selective: attentions, from the product of query and key to that with the values"
     )
     transient_bytes: Natural = Field(description="the most that is held on top while backward runs")
     first_transient_bytes: Natural = Field(
@@ -234,7 +235,7 @@ class PlanFields(PlanFile):
     opaque: tuple[str, ...] = Field(
         default=(), description="paths of modules that were asked to run whole, as one op each"
     )
-    recompute: Literal["none", "gathers", "full", "auto"] = Field(
+    recompute: Literal["none", "gathers", "selective", "full", "auto"] = Field(
         description="whether backward may compute blocks' activations again: auto, where memory asks for it"
     )
     splits: tuple[Split, ...] = Field(

@@ -9,7 +9,7 @@ from cost_models.units import counted, format_bytes, format_seconds
 from partitioner.record.modules import shorten
 from partitioner.report.intervals import allowed_text, chance_cell
 from partitioner.report.sharding import mesh_text
-from passes.graph.blocks import GATHERS
+from passes.graph.blocks import GATHERS, SELECTIVE
 
 if TYPE_CHECKING:
     from partitioner.record.data import PlanData
@@ -56,8 +56,9 @@ def _detail_lines(old: PlanData, new: PlanData) -> list[str]:
 def _recompute(plan: PlanData) -> str:
     """Write what is recomputed: "auto, 3 blocks"."""
     blocks = [name for stage in plan.stages for name in stage.recomputed_blocks]
-    if GATHERS in blocks:
-        return f"{plan.recompute}, gathered again in {counted(blocks.count(GATHERS), 'stage')}"
+    for name, done in ((GATHERS, "gathered"), (SELECTIVE, "attentions computed")):
+        if name in blocks:
+            return f"{plan.recompute}, {done} again in {counted(blocks.count(name), 'stage')}"
     return f"{plan.recompute}, {counted(len(blocks), 'block')}"
 
 

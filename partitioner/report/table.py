@@ -23,7 +23,7 @@ from partitioner.report.intervals import (
 )
 from partitioner.report.sharding import communication_share, mesh_text, ranks_text, sharding_sections
 from partitioner.report.text import columns, labelled, rate_text, text_width
-from passes.graph.blocks import GATHERS
+from passes.graph.blocks import GATHERS, SELECTIVE
 from passes.search.words import BY_HAND, STRATEGY_WORDS
 from passes.split.values import block_name
 
@@ -170,12 +170,18 @@ def _reduction_line(plan: PlanData) -> list[str]:
 def recompute_line(plan: PlanData) -> list[str]:
     """Say which blocks backward computes again, and what that costs; nothing if there is none."""
     stages = [stage for stage in plan.stages if stage.recomputed_blocks]
+    if not stages and plan.recompute == "selective":
+        return [
+            labelled("recompute", "nothing: the model's attention is one fused op, which keeps no scores")
+        ]
     if not stages:
         return []
     blocks = list(dict.fromkeys(name for stage in stages for name in stage.recomputed_blocks))
     where = f"in {len(stages)} of {counted(len(plan.stages), 'stage')}"
     if blocks == [GATHERS]:
         return [labelled("recompute", f"parameters {where} are gathered again in backward")]
+    if blocks == [SELECTIVE]:
+        return [labelled("recompute", f"attentions {where} run forward again in backward")]
     names = shorten(compress(blocks), 50)
     return [
         labelled(

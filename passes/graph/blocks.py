@@ -15,24 +15,30 @@ topological order nothing leads out of a run and back into it.
 Beside these there is ``GATHERS``: every layer that multiplies by a parameter, alone. Backward computes nothing of such a
 block again, since all that a product saves are its operands; but what was gathered for it (ZeRO-3's parameters) is
 gathered again, instead of being kept from forward to backward (of sequence parallelism a product's input, too).
+
+And ``SELECTIVE``: between two products with parameters, the ops from the first product of two activations to the last: the
+scores of an attention, their softmax, its dropout (Korthikanti et al. 2022, section 5). An attention that is one fused op
+keeps no scores, and is none.
 """
 
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
 from torch import fx
 
 from passes.graph.graph import OpGraph, once_per_graph
 from passes.graph.recomputed import recomputed_ops
-from runtime.ops.products import CONVOLUTIONS, PRODUCTS, is_factor
+from runtime.ops.products import CONVOLUTIONS, PRODUCTS, aten, is_factor
 
 MULTIPLYING = PRODUCTS | CONVOLUTIONS
 FEWEST_OPS = 4
 """Fewer than this in a block save nothing worth the recompute: its result is kept by whoever reads it."""
 GATHERS = "gathers"
 """Stands among a stage's blocks for its products with parameters, each by itself, that are in no other of them."""
+SELECTIVE = "selective"
+"""Stands among a stage's blocks for its attentions that are in no other of them."""
 NEIGHBOURS = 4
 """A child is compared with this many others of its size or larger."""
 
@@ -139,7 +145,7 @@ def regions_of_stages(
     if not any(blocks):
         return ()
     members: list[dict[str, list[str]]] = [{} for _ in blocks]
-    own, products = block_of(graph), _products_with_parameters(graph)
+    own, products, attentions = block_of(graph), _products_with_parameters(graph), attention_of(graph)
     for node in graph.ops:
         name, stage = node.name, stage_of.get(node.name, -1)
         if stage < 0:
@@ -148,6 +154,8 @@ def regions_of_stages(
             members[stage].setdefault(own[name], []).append(name)
         elif GATHERS in blocks[stage] and name in products:
             members[stage][f"{GATHERS} {name}"] = [name]
+        elif SELECTIVE in blocks[stage] and name in attentions:
+            members[stage].setdefault(f"{SELECTIVE} {attentions[name]}", []).append(name)
     return tuple(tuple(tuple(names) for names in found.values()) for found in members)
 
 
@@ -163,3 +171,50 @@ def _products_with_parameters(graph: OpGraph) -> frozenset[str]:
             if others and parameters.intersection(factors):
                 found.add(node.name)
     return frozenset(found)
+
+
+@once_per_graph
+def attention_of(graph: OpGraph) -> Mapping[str, str]:
+    """Return the attention of each op that is in one, named by its first op, in the order of the model's code.
+
+    One product alone is none: it saves nothing but its operands.
+    """
+    found: dict[str, str] = {}
+    for run in _between_parameters(graph):
+        mixing = [at for at, (_, mixes) in enumerate(run) if mixes]
+        if len(mixing) > 1:
+            names = [name for name, _ in run[mixing[0] : mixing[-1] + 1]]
+            found |= dict.fromkeys(names, names[0])
+    return found
+
+
+def _between_parameters(graph: OpGraph) -> Iterator[list[tuple[str, bool]]]:
+    """Yield the runs of ops between two products with parameters: names, and whether they multiply two activations."""
+    cheap, weights = recomputed_ops(graph), _of_parameters(graph)
+    run: list[tuple[str, bool]] = []
+    for node in graph.ops:
+        factors = _factors(node)
+        if factors & weights:
+            yield run
+            run = []
+        elif node.name not in cheap:
+            run.append((node.name, len(factors & graph.needs_grad) > 1))
+    yield run
+
+
+def _of_parameters(graph: OpGraph) -> frozenset[str]:
+    """Name parameters, and what is computed of parameters alone."""
+    found = {given.node for given in graph.inputs if given.kind == "parameter"}
+    for node in graph.ops:
+        if node.all_input_nodes and all(source.name in found for source in node.all_input_nodes):
+            found.add(node.name)
+    return frozenset(found)
+
+
+def _factors(node: fx.Node) -> set[str]:
+    """Name the operands that a product multiplies; nothing of other ops."""
+    if node.target is aten.baddbmm.default:  # (summand, factor, factor)
+        return {source.name for source in node.all_input_nodes if source is not node.args[0]}
+    if node.target not in MULTIPLYING:
+        return set()
+    return {source.name for source in node.all_input_nodes if is_factor(node, source)}

@@ -20,6 +20,7 @@ from typing import Any
 
 from cost_models.devices import Device
 from cost_models.variants import part_of
+from passes.graph.blocks import GATHERS, SELECTIVE, attention_of
 from passes.search.fastest import fastest_of
 from passes.search.feature.place import FeatureRequest
 from passes.search.feature.provider import MeshProvider
@@ -33,7 +34,7 @@ from passes.search.layer.request import LayerRequest
 from passes.search.outcome import Outcome
 from passes.search.parts import OnPart, Part, parts
 from passes.search.provider import Provider
-from passes.search.words import of_activations
+from passes.search.words import of_activations, within_blocks
 from passes.shard.discover import Discovery
 
 MOST_DEVICES_OF_A_MESH = 1024
@@ -66,7 +67,7 @@ def place_stages(request: StagesRequest, judge: Judge) -> Outcome:
 
 
 def _groups(judge: Judge, request: HybridRequest) -> GroupsProvider:
-    recompute = of_activations(request.fix.recompute or request.recompute)
+    recompute = request.fix.recompute or request.recompute
     search = GroupSearch(
         judge.graph,
         judge.costs,
@@ -74,7 +75,8 @@ def _groups(judge: Judge, request: HybridRequest) -> GroupsProvider:
         request.job,
         request.microbatches,
         request.schedule,
-        recompute,
+        of_activations(recompute),
+        within=within_blocks(recompute),
     )
     search = search if request.open else search.fixing(request)
     return GroupsProvider(search, judge, request.fix.one_queue(judge.cluster))
@@ -130,7 +132,9 @@ def _providers(
     single = LayerRequest(
         job, microbatches=counts, schedule=request.schedule, recompute=of_activations(recompute)
     )
-    found: list[Provider[Any]] = [groups, LayerProvider(judge, single)]
+    found: list[Provider[Any]] = [groups]
+    if recompute != "selective":
+        found.append(LayerProvider(judge, single))
     one_stage = groups.search.counts and request.schedule == "auto"
     if one_stage and 1 < judge.cluster.world_size <= MOST_DEVICES_OF_A_MESH:
         mesh = FeatureRequest(job, microbatches=counts, recompute=recompute)
@@ -141,7 +145,7 @@ def _providers(
 def _fixed(request: HybridRequest, groups: GroupsProvider) -> list[Provider[Any]]:
     """List what fills in the rest: the search itself, and restrictions of it that may simulate better than it reckons.
 
-    gathers                              if memory is short: parameters gathered again in backward
+    gathers, selective                   if memory is short: less than whole blocks again in backward
     zero=1, zero=3, all blocks again     if nothing fits: the leanest, however little they save
     """
     search, fix = groups.search, request.fix
@@ -154,9 +158,11 @@ def _fixed(request: HybridRequest, groups: GroupsProvider) -> list[Provider[Any]
         return search.fixing(replace(request, fix=replace(fix, zero=zero)))
 
     open_zero = fix.zero is None and replicated and degrees.tensor is not None
-    if recompute == "auto" and any(len(group) > 1 for group in degrees.groups):
-        gathers = replace(search, gathers=True)
-        found.append(replace(groups, search=gathers, only_if="short of memory", beside=groups))
+    several = any(len(group) > 1 for group in degrees.groups)
+    for within, there in ((GATHERS, several), (SELECTIVE, bool(attention_of(search.graph)))):
+        if there and recompute == "auto":
+            less = replace(search, within=within)
+            found.append(replace(groups, search=less, only_if="short of memory", beside=groups))
     leanest = [keeping(zero) for zero in (1, 3)] if open_zero else []
     leanest += [replace(search, recompute="full")] if recompute == "auto" else []
     return [*found, *(replace(groups, search=lean, only_if="nothing fits") for lean in leanest)]

@@ -7,16 +7,28 @@ from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
 StrategyName = Literal["layer", "feature", "hybrid", "free"]
-RecomputeMode: TypeAlias = Literal["none", "gathers", "full", "auto"]
+RecomputeMode: TypeAlias = Literal["none", "gathers", "selective", "full", "auto"]
 """The blocks whose activations backward computes again: none, all of them, or where memory asks for it. ``gathers``: none,
 but what is gathered for a product with a parameter alone is gathered again for its backward, and not kept (FSDP's full
-shard; of sequence parallelism the product's input, too)."""
+shard; of sequence parallelism the product's input, too). ``selective``: attentions alone, which are not one fused op."""
 
 
 def of_activations(mode: RecomputeMode) -> RecomputeMode:
-    """Return the mode for a search that recomputes blocks only: ``gathers`` counts as ``none`` there."""
-    return "none" if mode == "gathers" else mode
+    """Return the mode for a search that recomputes blocks only: what is less than a block counts as ``none`` there."""
+    return "none" if within_blocks(mode) else mode
 
+
+def within_blocks(mode: RecomputeMode) -> str:
+    """Return the mode if it computes less than whole blocks again, else ""."""
+    return mode if mode in ("gathers", "selective") else ""
+
+
+WITHIN: Mapping[str, str] = {
+    "": "",
+    "gathers": ", parameters gathered again in backward",
+    "selective": ", attentions computed again in backward",
+}
+"""What less than whole blocks is computed again, in the space of a certificate."""
 
 BY_HAND = "fixed by hand"
 """The status in files of plans with something fixed that were made before such requests had a bound."""

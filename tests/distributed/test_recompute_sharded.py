@@ -7,18 +7,20 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from transformers import GPT2Config, GPT2LMHeadModel
 
 from benchmarks.feature_matrix import Mesh
 from cost_models.cluster import ClusterSpec
 from partitioner import Plan, partition
 from partitioner.models.as_graph import as_graph
+from partitioner.models.workload import Workload
 from partitioner.verify.verify import verify_plan
 from passes.graph.graph import OpGraph
 from passes.search.words import RecomputeMode
 from runtime.ranks.launch import WorkerPool
 from tests.distributed.test_recompute import made
 from tests.support.matrix import thinned
-from tests.support.traced_models import loaded
+from tests.support.traced_models import loaded, without_dropout
 
 CASES: tuple[tuple[str, Mesh, str, RecomputeMode], ...] = (
     ("gpt2", (2,), "data", "full"),
@@ -52,6 +54,31 @@ def test_stages_gather_again(pool: WorkerPool) -> None:
     plan = partition(graph, ClusterSpec.local(4), batch_size=8, strategy="hybrid", fix=fix)
     assert [stage.recomputed_blocks for stage in plan.stages] == [("gathers",)] * 2
     verify_plan(plan, workload, pool=pool, graph=graph).raise_if_different()
+
+
+@pytest.mark.parametrize("fix", ["pipeline=2 tensor=2", "data=2 pipeline=2 zero=3"])
+def test_attentions_alone_are_computed_again(fix: str, pool: WorkerPool) -> None:
+    config = {"vocab_size": 64, "n_positions": 32, "n_embd": 32, "n_layer": 2, "n_head": 4}
+    model = GPT2LMHeadModel(GPT2Config(**config, attn_implementation="eager", use_cache=False)).double()
+    ids = torch.randint(64, (8, 32), generator=torch.Generator().manual_seed(0))
+    workload = Workload(without_dropout(model), {"input_ids": ids, "labels": ids.clone()})
+    graph = as_graph(workload)
+    kept, again = (
+        partition(
+            graph,
+            ClusterSpec.local(4),
+            batch_size=8,
+            strategy="hybrid",
+            microbatches=2,
+            fix=fix,
+            recompute=kind,
+        )
+        for kind in ("none", "selective")
+    )
+    assert [stage.recomputed_blocks for stage in again.stages] == [("selective",)] * 2
+    assert max(again.simulate().peak_bytes) < max(kept.simulate().peak_bytes)
+    assert again.prediction.step_seconds > kept.prediction.step_seconds
+    verify_plan(Plan.from_json(again.to_json()), workload, pool=pool, graph=graph).raise_if_different()
 
 
 def sharded(graph: OpGraph, mesh: Mesh, pattern: str, recompute: Any) -> Plan:

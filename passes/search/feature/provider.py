@@ -17,7 +17,7 @@ from functools import cached_property
 
 from cost_models.errors import InfeasibleError, PartitionerError, TimeLimitError, UsageError
 from cost_models.units import counted, format_bytes
-from passes.graph.blocks import GATHERS, block_of, regions_of
+from passes.graph.blocks import GATHERS, SELECTIVE, attention_of, block_of, regions_of
 from passes.graph.graph import OpGraph
 from passes.lower.candidate import Candidate
 from passes.search.beside_tensors import mesh_room_bytes
@@ -69,9 +69,11 @@ class MeshProvider:
         modes: dict[RecomputeMode | None, list[tuple[str, ...]]] = {
             "none": [()],
             "gathers": [(GATHERS,)],
+            "selective": [(SELECTIVE,)],
             "full": [every],
         }
-        return list(dict.fromkeys(modes.get(self.request.recompute, [(), (GATHERS,), every])))
+        attention = [(SELECTIVE,)] if attention_of(self.judge.graph) else []
+        return list(dict.fromkeys(modes.get(self.request.recompute, [(), (GATHERS,), *attention, every])))
 
     def proposals(
         self, known_seconds: float, room: float, deadline: float

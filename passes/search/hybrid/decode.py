@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from cost_models.layout import Mesh
-from passes.graph.blocks import GATHERS
+from passes.graph.blocks import SELECTIVE
 from passes.graph.graph import OpGraph
 from passes.graph.nodes import is_size
 from passes.lower.candidate import Candidate
@@ -55,15 +55,15 @@ def decoded(
     stages_steps: Sequence[tuple[Step, ...]],
     *,
     one_queue: bool,
-    gathers: bool = False,
+    within: str = "",
 ) -> Decoded:
-    """Return the candidate. ``stages_steps``: the pieces of each stage; ``gathers``: see ``PieceSearch``."""
+    """Return the candidate. ``stages_steps``: the pieces of each stage; ``within``: see ``PieceSearch``."""
     ends = [*pipeline.starts[1:], len(pieces)]
     groups = tuple(option.ranks[place] for place in option.places)
     stages = [StageRecipe(*each) for each in zip(pipeline.starts, ends, groups, stages_steps, strict=True)]
     blocks = tuple(
         tuple(dict.fromkeys(pieces.blocks[s.first + at] for at, step in enumerate(s.steps) if step.again))
-        + (GATHERS,) * (gathers and len(s.ranks) > 1)
+        + ((within,) if within == SELECTIVE or (within and len(s.ranks) > 1) else ())
         for s in stages
     )
     shared = {number: _sharded(pieces, s) for number, s in enumerate(stages) if len(s.ranks) > 1}

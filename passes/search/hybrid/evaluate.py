@@ -21,7 +21,7 @@ from cost_models.conversion import local_share
 from cost_models.errors import InternalError
 from cost_models.layout import Mesh, Placement, Replicate
 from passes.costs.costs import costs_of
-from passes.graph.blocks import GATHERS, regions_of
+from passes.graph.blocks import GATHERS, SELECTIVE, regions_of
 from passes.graph.graph import OpGraph, tensor_specs
 from passes.lower.candidate import Candidate
 from passes.lower.job import Job
@@ -127,18 +127,18 @@ class CandidateCost:
         placed = _placed(part, candidate, number, values)
         blocks = candidate.recomputed_blocks[number] if candidate.recomputed_blocks else ()
         again = bool(self.pieces.blocks[piece]) and self.pieces.blocks[piece] in blocks
+        within = tuple(name for name in (GATHERS, SELECTIVE) if name in blocks)
         key = (
             self.pieces.kind[piece],
             self._hardware_of(placed.mesh),
             again,
-            GATHERS in blocks,
+            within,
             candidate.microbatches,
             _in_order(part, placed),
         )
         if key not in self._known:
             place = PartPlace(group, placed.mesh.axes, shared=self.shared.intersection(part.parameters))
-            gathers = regions_of(part, (GATHERS,)) if GATHERS in blocks else ()
-            regions = (self.pieces.ops[piece],) if again else gathers
+            regions = (self.pieces.ops[piece],) if again else regions_of(part, within)
             setting = Setting(self.cluster, self.job, 0.0, regions, place)
             self._known[key] = _cost(
                 _Piece(

@@ -24,7 +24,7 @@ from passes.search.hybrid.survey import SIMULATED_FIRST, SLACK, Survey, survey
 from passes.search.judge import Judge, Simulated
 from passes.search.outcome import ShardingDetails
 from passes.search.provider import Judged, Proposal, Proved, Valued
-from passes.search.words import FIXED
+from passes.search.words import FIXED, WITHIN
 
 log = logging.getLogger("partitioner")
 
@@ -146,7 +146,7 @@ class GroupsProvider:
             "out; shards inside a node, replicas around them"
         )
         if search.fixed is not None:
-            again = ", parameters gathered again in backward" if search.gathers else ""
+            again = WITHIN[search.within]
             groups = f"{FIXED}{search.fixed.request.fix or 'layouts'}{again}"
         space = (
             f"{groups}; cut between {len(search.pieces)} pieces; "

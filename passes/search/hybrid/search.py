@@ -40,7 +40,7 @@ from passes.search.hybrid.solve import SolvedOption, fastest
 from passes.search.hybrid.staged import RangeTableT, Staged
 from passes.search.hybrid.tables import Tables
 from passes.search.microbatches import accepted_counts, may_cost_less
-from passes.search.words import RecomputeMode, of_activations
+from passes.search.words import RecomputeMode, of_activations, within_blocks
 from passes.timings import phase
 
 log = logging.getLogger("partitioner")
@@ -61,8 +61,8 @@ class GroupSearch:
     """Ranks that groups are made of, from the first of each node on; None: all."""
     fixed: Fixed | None = None
     """The part of it that is fixed."""
-    gathers: bool = False
-    """Parameters are gathered again in backward (``PieceSearch``); of what is fixed only."""
+    within: str = ""
+    """What backward computes again within pieces (``PieceSearch``)."""
     pieces: Pieces = field(init=False)
     _crossing: dict[int, FloatArray] = field(default_factory=dict, init=False)
 
@@ -79,7 +79,7 @@ class GroupSearch:
         recompute = request.fix.recompute or request.recompute
         return replace(
             self, microbatches=request.microbatches, schedule=request.schedule, recompute=of_activations(recompute),
-            fixed=Fixed.of(self.graph, self.cluster, request), gathers=self.gathers or recompute == "gathers",
+            fixed=Fixed.of(self.graph, self.cluster, request), within=within_blocks(recompute) or self.within,
         )  # fmt: skip
 
     def on(self, ranks: Sequence[int]) -> GroupSearch:
@@ -93,7 +93,7 @@ class GroupSearch:
     @cached_property
     def piece_search(self) -> PieceSearch:
         """The search of recipes."""
-        return PieceSearch(self.pieces, self.cluster, self._shared)
+        return PieceSearch(self.pieces, self.cluster, self._shared, within=self.within)
 
     @cached_property
     def _fixed_searches(self) -> list[PieceSearch]:
@@ -107,7 +107,7 @@ class GroupSearch:
                 replace(
                     self.piece_search,
                     fixed=partial(self.fixed.layouts, stage),
-                    gathers=self.gathers,
+                    within=self.within,
                     _spaces={},
                 ),
             )
@@ -246,7 +246,7 @@ class GroupSearch:
             solved.pipeline,
             solved.steps,
             one_queue=one_queue,
-            gathers=self.gathers,
+            within=self.within,
         )
 
     def fits(self, solved: SolvedOption, room: float = 1.0) -> bool:

@@ -20,7 +20,7 @@ from cost_models.arrays import FloatArray
 from cost_models.cluster import ClusterSpec
 from cost_models.layout import Mesh, Replicate, Shard
 from passes.costs.costs import GraphCosts, costs_of
-from passes.graph.blocks import GATHERS, regions_of
+from passes.graph.blocks import regions_of
 from passes.graph.graph import OpGraph
 from passes.lower.job import Job
 from passes.search.feature.bound import wire_tables
@@ -123,8 +123,8 @@ class PieceSearch:
     discovery: Discovery = field(default_factory=Discovery.stored)
     fixed: Callable[[GroupKind], Mapping[str, Pin]] | None = None
     """The pins of the model's nodes on groups with such axes, beside those of replicas."""
-    gathers: bool = False
-    """Backward gathers again what was gathered for a product with a parameter, as far as it computes no block again."""
+    within: str = ""
+    """What backward computes again of pieces that it does not compute again as wholes: ``GATHERS``, ``SELECTIVE`` or ""."""
     _spaces: dict[tuple[int, bool, bool, bool], _PinnedSpace] = field(default_factory=dict)
     _costs: dict[int, GraphCosts] = field(default_factory=dict)
     _bridges: dict[GroupKind, Bridges] = field(default_factory=dict)
@@ -244,7 +244,7 @@ class PieceSearch:
         piece = self.pieces.first[kind]
         if again and self.pieces.blocks[piece]:
             return (self.pieces.ops[piece],)
-        return regions_of(self.part(kind), (GATHERS,)) if self.gathers else ()
+        return regions_of(self.part(kind), (self.within,)) if self.within else ()
 
     def fixed_of(self, kind: int, group: GroupKind) -> Mapping[str, Pin]:
         """Return what is fixed of the nodes of a class of pieces."""

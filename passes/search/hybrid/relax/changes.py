@@ -13,6 +13,7 @@ from passes.search.hybrid.fix import Fix
 from passes.search.hybrid.fixed import Degrees
 from passes.search.hybrid.request import HybridRequest
 from passes.search.judge import Simulated
+from passes.search.words import of_activations
 
 HALVINGS = 3
 """Times that the micro-batch is halved. By hand: beyond, other changes cost less."""
@@ -34,7 +35,7 @@ def changes_of(
         return words, replace(known, fix=replace(fix, **changed))  # type: ignore[arg-type]
 
     recompute = fix.recompute or request.recompute
-    if recompute in ("none", "gathers"):
+    if of_activations(recompute) == "none":
         yield f" (of {recompute})", [fixed("recompute=auto", recompute="auto")]
     replicas = [len(group) // (degrees.tensor or len(group)) for group in degrees.groups]
     if fix.zero in (0, 1) and max(replicas) > 1:

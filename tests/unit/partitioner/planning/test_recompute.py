@@ -137,7 +137,7 @@ def test_a_model_that_checkpoints_means_full_unless_told_otherwise() -> None:
 def test_unknown_words_are_refused(graph: OpGraph) -> None:
     with pytest.raises(UsageError) as caught:
         planned(graph, recompute="some")
-    assert "recompute 'some' is not one of: none, gathers, full, auto" in caught.value.because
+    assert "recompute 'some' is not one of: none, gathers, selective, full, auto" in caught.value.because
 
 
 def test_it_survives_the_file(graph: OpGraph) -> None:

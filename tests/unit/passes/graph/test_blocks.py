@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from passes.graph.blocks import block_of, regions_of_stages
+from passes.graph.blocks import SELECTIVE, attention_of, block_of, regions_of, regions_of_stages
 from passes.graph.graph import OpGraph
 from passes.trace.trace import trace
 from tests.support.traced_models import small, small_gpt2
@@ -131,3 +131,36 @@ def test_a_block_that_stages_share_is_a_region_in_each() -> None:
     )
     assert regions_of_stages(graph, stage_of, [(), ("decoder",)]) == ((), (tuple(ops[2:]),))
     assert regions_of_stages(graph, stage_of, [(), ()]) == ()
+
+
+class Attending(nn.Module):
+    """Two attentions between products with parameters; ``plain``: scores and softmax, as ops of their own."""
+
+    def __init__(self, *, plain: bool) -> None:
+        super().__init__()
+        self.plain = plain
+        self.into, self.out = (nn.ModuleList(nn.Linear(4, width) for _ in range(2)) for width in (12, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for into, out in zip(self.into, self.out, strict=True):
+            q, k, v = into(x).chunk(3, dim=-1)
+            if self.plain:
+                mixed = (q @ k.transpose(1, 2) / 2).softmax(dim=-1) @ v
+            else:
+                mixed = nn.functional.scaled_dot_product_attention(q, k, v)
+            x = x + out(mixed)
+        return x
+
+
+def test_an_attention_goes_from_the_product_of_query_and_key_to_that_with_the_values() -> None:
+    graph = trace(Attending(plain=True), torch.randn(2, 3, 4), loss_fn=squares)
+    regions = regions_of(graph, (SELECTIVE,))
+    names = [[op.split("_")[0] for op in region] for region in regions]
+    assert names == [["matmul", "div", "softmax", "matmul"]] * 2
+    assert set(attention_of(graph)) == {op for region in regions for op in region}
+
+
+def test_an_attention_of_one_op_keeps_no_scores() -> None:
+    graph = trace(Attending(plain=False), torch.randn(2, 3, 4), loss_fn=squares)
+    assert attention_of(graph) == {}
+    assert regions_of(graph, (SELECTIVE,)) == ()

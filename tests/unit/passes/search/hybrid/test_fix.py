@@ -31,7 +31,7 @@ def test_text_and_mapping_are_read_alike() -> None:
         ("pipeline=2 pipeline=4", "pipeline is fixed twice"),
         ("zero=2", "zero=1 splits what is summed"),
         ("zero=4", "expected one of 0, 1, 3"),
-        ("recompute=some", "expected one of none, gathers, full, auto"),
+        ("recompute=some", "expected one of none, gathers, selective, full, auto"),
         ("groups=1,x", "a number from 1"),
         ({"tensor": True}, "a number from 1"),
         ({"tensor": 2.0}, "a number from 1"),
