@@ -34,7 +34,7 @@ from passes.search.layer.request import LayerRequest
 from passes.search.outcome import Outcome
 from passes.search.parts import OnPart, Part, parts
 from passes.search.provider import Provider
-from passes.search.words import of_activations, within_blocks
+from passes.search.words import of_activations
 from passes.shard.discover import Discovery
 
 MOST_DEVICES_OF_A_MESH = 1024
@@ -76,7 +76,7 @@ def _groups(judge: Judge, request: HybridRequest) -> GroupsProvider:
         request.microbatches,
         request.schedule,
         of_activations(recompute),
-        within=within_blocks(recompute),
+        within=SELECTIVE if recompute == "selective" else "",
     )
     search = search if request.open else search.fixing(request)
     return GroupsProvider(search, judge, request.fix.one_queue(judge.cluster))

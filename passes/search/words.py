@@ -28,7 +28,7 @@ WITHIN: Mapping[str, str] = {
     "gathers": ", parameters gathered again in backward",
     "selective": ", attentions computed again in backward",
 }
-"""What less than whole blocks is computed again, in the space of a certificate."""
+"""The words for less than whole blocks that run again, in the space of a certificate."""
 
 BY_HAND = "fixed by hand"
 """The status in files of plans with something fixed that were made before such requests had a bound."""

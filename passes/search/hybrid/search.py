@@ -62,7 +62,7 @@ class GroupSearch:
     fixed: Fixed | None = None
     """The part of it that is fixed."""
     within: str = ""
-    """What backward computes again within pieces (``PieceSearch``)."""
+    """The part of pieces that backward computes again (``PieceSearch``)."""
     pieces: Pieces = field(init=False)
     _crossing: dict[int, FloatArray] = field(default_factory=dict, init=False)
 

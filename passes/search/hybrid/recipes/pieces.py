@@ -124,7 +124,7 @@ class PieceSearch:
     fixed: Callable[[GroupKind], Mapping[str, Pin]] | None = None
     """The pins of the model's nodes on groups with such axes, beside those of replicas."""
     within: str = ""
-    """What backward computes again of pieces that it does not compute again as wholes: ``GATHERS``, ``SELECTIVE`` or ""."""
+    """The part of pieces, not computed again as wholes, that backward computes again: ``GATHERS``, ``SELECTIVE`` or ""."""
     _spaces: dict[tuple[int, bool, bool, bool], _PinnedSpace] = field(default_factory=dict)
     _costs: dict[int, GraphCosts] = field(default_factory=dict)
     _bridges: dict[GroupKind, Bridges] = field(default_factory=dict)

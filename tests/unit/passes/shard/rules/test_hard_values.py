@@ -215,7 +215,10 @@ def test_empty_tensors_are_sharded_right(family: str, random: Random) -> None:
     if not sizes:
         return
     size = random.choice(sizes)
-    whole = again(node, [emptied(value, 0, size) for value in values], frozen=False)
+    emptied_values = [emptied(value, 0, size) for value in values]
+    if node.target is EMBEDDING_BAG and not emptied_values[0].numel() and emptied_values[1].numel():
+        return  # rows of no table: torch does not look
+    whole = again(node, emptied_values, frozen=False)
     if whole is None:
         return
     for choice in choices(whole.node):
