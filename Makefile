@@ -10,7 +10,7 @@ export OMP_NUM_THREADS ?= 1
 # compile our sources anew, a second of processor time.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: help setup demo test test-all test-newest browser browser-setup lint verify-all odd-models architectures fuzz golden guards house faults bounds bench predict gpu published parallel intervals checkpoint generated docs test-docs wheel clean
+.PHONY: help setup demo test test-all test-newest browser browser-setup lint verify-all odd-models architectures fuzz golden guards house faults bounds bench predict gpu published parallel accuracy intervals checkpoint generated docs test-docs wheel clean
 
 help:
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 14
@@ -110,6 +110,9 @@ published: setup  ## predicted beside published runs on GPUs; RUNS=runs.csv
 PARALLEL_RUNS ?= ../shared/data/published/parallel_runs.csv
 parallel: setup  ## predicted beside published runs with tensor, pipeline parallelism, ZeRO; PARALLEL_RUNS=parallel_runs.csv; hours
 	$(BIN)/python -m benchmarks.parallel_runs --runs $(PARALLEL_RUNS)
+
+accuracy: setup  ## docs/accuracy.md anew, from the predictions that `make parallel` has stored
+	$(BIN)/python -m benchmarks.accuracy --runs $(PARALLEL_RUNS)
 
 intervals: setup  ## the intervals of predictions, fitted anew: published runs predicted again, residuals, spreads, docs/10
 	$(BIN)/python -m benchmarks.published --runs $(RUNS) --residuals

@@ -3,6 +3,7 @@
 docs/*.schema.json                                  the JSON Schemas of plans, clusters and cost graphs
 docs/architecture.md, between ROOMS and END         the table of rooms: purposes from their ``__init__.py``, modules
 docs/presets.md, between TABLES and TABLES_END      devices, links and machines by name, with sources
+docs/accuracy.md                                    predictions beside published parallel runs, from stored scores
 ```console blocks of docs/09-plan-and-cli.md        commands (``$ …``) are run, what they print is put below them
 
     python -m benchmarks.make_docs           all of it
@@ -25,6 +26,8 @@ from typing import Any
 
 from pydantic import BaseModel
 
+from benchmarks.accuracy import PAGE as ACCURACY
+from benchmarks.accuracy import page_now
 from benchmarks.preset_tables import preset_tables
 from benchmarks.room_table import room_table
 from benchmarks.rooms import read_house
@@ -94,6 +97,7 @@ def files() -> dict[Path, str]:
     return {
         **found,
         ARCHITECTURE: _between(ARCHITECTURE, ROOMS, room_table(read_house()), END),
+        ACCURACY: page_now(),
         PRESETS: _between(PRESETS, TABLES, preset_tables(), TABLES_END),
     }
 

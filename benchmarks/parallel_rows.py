@@ -22,6 +22,7 @@ from benchmarks.parallel_models import Decoder
 from cost_models.cluster import ClusterSpec
 from cost_models.precision import Precision
 from cost_models.spec.presets import MACHINE_NETWORKS
+from cost_models.spec.rates import MeasuredRates
 
 ROOM = "100TB"
 """Memory of each device here: what a run that ran would need is asked, not whether it fits."""
@@ -49,6 +50,8 @@ class AsRun:
     precision: Precision
     network: Mapping[str, Any] = field(default_factory=dict)
     stack: str | None = None
+    efficiency: Mapping[str, float] = field(default_factory=dict)
+    """Efficiencies in place of the stack's."""
     optimizer: str = "adamw"
     schedule: str = "auto"
     place: Literal["first", "last", "fullest"] = "fullest"
@@ -68,7 +71,11 @@ class AsRun:
         found: dict[str, Any] = {"nodes": [{**node, "name": f"machine{i}"} for i in range(machines)]}
         if machines > 1:
             found["network"] = dict(self.network)
-        return ClusterSpec.model_validate(found)
+        cluster = ClusterSpec.model_validate(found)
+        if not self.efficiency:
+            return cluster
+        rates = MeasuredRates(efficiency=dict(self.efficiency))
+        return cluster.with_device_rates(rates, provenance="without its source's runs")
 
 
 def read_rows(path: Path) -> list[ParallelRow]:
@@ -140,6 +147,7 @@ CARDS = {
     "a100_40gb": ("A100-40GB", "dgx-a100"),
     "a100_80gb": ("A100-80GB", "dgx-a100"),
     "h100_80gb": ("H100-80GB", "dgx-h100"),
+    "gb200": ("GB200", "gb200-tray"),
 }
 """The device's and the machine's preset of each card."""
 EFA = {"preset": "InfiniBand-NDR", "per": "device"}
@@ -277,7 +285,7 @@ rows: 80 layers (64 would be 54)."""
 def _mosaic(row: ParallelRow) -> AsRun:
     """Run llm-foundry's benchmarks of 2023: MPT with FSDP's full shard, the loss in 16 bits, FlashAttention of that year.
 
-    ``mixed_precision: PURE`` sums gradients in bf16, ``DEFAULT`` in 32 bits (Composer's ``get_mixed_precision``).
+    ``mixed_precision: PURE`` sums gradients in bf16, ``DEFAULT`` in 32 bits (Composer's mixed precision of FSDP).
     """
     layers = {"layers": str(MPT_70B_LAYERS)} if row["model"] == "mpt-70b" else {}
     shape = _shape({**row, **layers}, "gpt", logits=torch.bfloat16, dtype=torch.float32)
@@ -298,7 +306,7 @@ MEGATRON_DROPOUT = 0.1
 MEGATRON_MULTIPLE = 128
 """The default of ``--make-vocab-size-divisible-by``, of each shard's part of the vocabulary."""
 SMI_CONTEXT_BYTES = int(1.6 * GIB)
-"""What nvidia-smi counts beside tensors on Jean Zay (the row's column ``memory_kind``)."""
+"""What nvidia-smi counts beside tensors on Jean Zay (the row says so of its memory)."""
 
 
 def _bigscience(row: ParallelRow) -> AsRun:

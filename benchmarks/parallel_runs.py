@@ -1,7 +1,7 @@
 """Predicted beside published: training runs with tensor, sequence and pipeline parallelism, ZeRO and recomputation.
 
     python -m benchmarks.parallel_runs --runs parallel_runs.csv [--only GLOB] [--source ID] [--kind TP] [--trust AB]
-                                       [--sample N] [--part 1/2] [--stored-only] [--rows]
+                                       [--sample N] [--part 1/2] [--stored-only] [--rows] [--held-out]
 
 Each row is planned as its source ran it, by one ``fix`` line (``benchmarks.parallel_rows``). Errors are those of the
 simulated step, and of the memory that the source published, over the published, less one. A prediction is stored under what
@@ -18,13 +18,13 @@ import statistics
 import time
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cache, lru_cache
 from pathlib import Path
 
 from benchmarks.parallel_models import Decoder, decoder
 from benchmarks.parallel_rows import GIB, AsRun, NotExpressibleError, ParallelRow, as_run, kinds_of, read_rows
-from benchmarks.published import spread
+from benchmarks.published import NOT_FITTED, spread
 from cost_models.errors import PartitionerError
 from cost_models.room import FILLS
 from partitioner import Plan, partition
@@ -35,6 +35,10 @@ ROOT = Path(__file__).resolve().parents[1]
 FLOORS = ("cost_models", "runtime", "passes", "partitioner")
 STORE = ROOT / "build/parallel_runs.jsonl"
 KINDS = ("data parallel", "TP", "PP", "TPxPP", "ZeRO", "recompute", "interleaved")
+FITTED_ON = ("mosaic",)
+"""Sources on other runs of which a stack's efficiencies were fitted."""
+HELD_OUT = "held out: "
+"""Begins the id of a stored prediction without what was fitted on the run's source."""
 LEAST_MFU_PERCENT = 10.0
 """Of the grid's rows, which are one iteration each, those below are times of a cluster in trouble (``PARALLEL.md``)."""
 
@@ -178,22 +182,28 @@ def store(made: Predicted, path: Path = STORE) -> None:
 
 
 def compared(
-    rows: Sequence[ParallelRow], *, stored_only: bool = False, path: Path = STORE
+    rows: Sequence[ParallelRow], *, stored_only: bool = False, held_out: bool = False, path: Path = STORE
 ) -> Iterator[Compared | tuple[ParallelRow, str]]:
     """Yield each row beside its prediction, or with the reason why it cannot be planned.
 
-    ``stored_only``: predictions of earlier code are taken as they are, and rows without one left out.
+    ``stored_only``: predictions of earlier code are taken as they are, and rows without one left out. ``held_out``: only
+    rows of ``FITTED_ON``, and without that.
     """
     known, expressed = stored(path), []
     for row in rows:
+        if held_out and row["source_id"] not in FITTED_ON:
+            continue
         try:
-            expressed.append((row, as_run(row)))
+            run = as_run(row)
         except NotExpressibleError as reason:
             yield row, str(reason)
+            continue
+        expressed.append((row, replace(run, efficiency=NOT_FITTED[run.device]) if held_out else run))
     for row, run in sorted(expressed, key=lambda pair: repr(pair[1].shape)):
-        made = known.get(row["id"])
+        name = HELD_OUT * held_out + row["id"]
+        made = known.get(name)
         if not stored_only and (made is None or made.key != key_of(run)):
-            made = predicted(row, run)
+            made = replace(predicted(row, run), id=name)
             store(made, path)
         if made is not None and made.refused:
             yield row, f"refused: {made.refused}"
@@ -253,6 +263,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "--stored-only", action="store_true", help="predict nothing: what is stored, by whatever code"
     )
+    parser.add_argument(
+        "--held-out", action="store_true", help="rows whose source was fitted on, predicted without that"
+    )
     parser.add_argument("--rows", action="store_true", help="print every row")
     options = parser.parse_args(arguments)
     rows = [
@@ -268,7 +281,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         rows = rows[:: max(1, len(rows) // options.sample)]
     part, parts = map(int, options.part.split("/"))
     found = []
-    for item in compared(rows[part - 1 :: parts], stored_only=options.stored_only):
+    for item in compared(rows[part - 1 :: parts], stored_only=options.stored_only, held_out=options.held_out):
         found.append(item)
         if options.rows and isinstance(item, Compared):
             print(line(item), flush=True)

@@ -55,7 +55,7 @@ def test_a_row_is_one_fix_line_with_its_sources_stages():
     [
         ({"kind": "TP+MOE+TIME"}, "experts"),
         ({"source_id": "elsewhere"}, "nobody has read"),
-        ({"gpu": "gb200"}, "no preset of gb200"),
+        ({"gpu": "b900"}, "no preset of b900"),
         ({"layers": ""}, "not published: layers"),
         ({"pp": "16"}, "empty stage"),
         ({"heads": "24"}, "do not divide"),

@@ -1,0 +1,48 @@
+"""The page of predictions beside published parallel runs: its medians, intervals and rows (``benchmarks.accuracy``)."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from benchmarks.accuracy import Score, collected, line, page, read_scores, write_scores
+from benchmarks.parallel_runs import HELD_OUT, Predicted, store
+from tests.unit.test_parallel_rows import MPT, ROW
+
+SCORE = Score("nt", "nanotron-grid", "TP, ZeRO", "sharded", "presets", 1.1, 1.0, 9.0, 10.0, 0.5, 2048)
+
+
+def test_a_line_has_medians_and_what_lies_in_the_interval():
+    """Errors of 10, 10 and -50%: of steps of a kind without runs, the interval holds the former."""
+    scores = [SCORE, SCORE, replace(SCORE, step_seconds=0.5, published_gib=0.0)]
+    assert (
+        line("TP", scores) == "| TP | 3 | 10.0% | 50.0% | +10.0% | 67% | 2 | 10.0% | 10.0% | -10.0% | 100% |"
+    )
+
+
+def test_a_page_sets_apart_what_was_fitted_on():
+    fitted = replace(SCORE, id="mpt", source="mosaic", kinds="ZeRO", published_gib=0.0, share=0.97)
+    text = page("2026-01-02", [SCORE, fitted, replace(fitted, source=HELD_OUT + "mosaic", step_seconds=2.0)])
+    assert "collected on 2026-01-02" in text
+    assert "| **all** | 2 | 10.0%" in text
+    assert "| **all, nothing fitted** | 2 | 55.0%" in text
+    assert "| llm-foundry, FSDP | 1 | 0% | 100% |" in text
+    assert "| 1,024 to 4,095 | 2 | 10.0%" in text
+    assert text.count("| mpt |") == 1
+
+
+def test_scores_are_those_of_stored_predictions(tmp_path: Path):
+    columns = {"mfu_pct": "40", "trust": "B", "step_seconds": "2", "peak_memory_gib": "", **ROW}
+    columns |= {"model": "", "recompute": "", "precision": ""}
+    mpt = {**columns, **MPT, "id": "mpt"}
+    runs, kept, scores = tmp_path / "runs.csv", tmp_path / "kept.jsonl", tmp_path / "scores.csv"
+    runs.write_text(
+        "\n".join([",".join(mpt), ",".join(mpt.values()), ",".join((columns | {"id": "nt"}).values())])
+    )
+    for name, seconds in (("mpt", 2.2), (HELD_OUT + "mpt", 2.4)):
+        store(Predicted(name, "", seconds, kind="data parallel", rates="named stack"), kept)
+    write_scores(collected(runs, kept), scores)
+    _, found = read_scores(scores)
+    assert [score.step_error for score in found] == pytest.approx([0.1, 0.2])
