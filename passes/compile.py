@@ -11,6 +11,7 @@ strategy's own search (``passes.search``). It simulates candidates by the one wa
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 
 from cost_models.cluster import ClusterSpec
@@ -70,17 +71,30 @@ def compile_graph(graph: OpGraph, cluster: ClusterSpec, request: Request) -> Com
 
 
 @collector_paused()
-def anything_fits(graph: OpGraph, cluster: ClusterSpec, request: Request) -> bool:
-    """Tell whether a plan of the request is found whose simulated step fits, whichever is found first.
+def what_fits(graph: OpGraph, cluster: ClusterSpec, request: Request) -> Outcome | None:
+    """Return a plan of the request whose simulated step fits, whichever is found first; None if none is found.
 
     Raises UsageError for a request that cannot be met.
     """
     judge = Judge(graph, costs_of(graph, cluster), cluster, request.job)
     try:
-        search(replace(request, only_fits=True), judge)
+        return search(replace(request, only_fits=True), judge)
     except (InfeasibleError, TimeLimitError):
-        return False
-    return True
+        return None
+
+
+@collector_paused()
+def overflow_bytes(outcome: Outcome, cluster: ClusterSpec, batch_size: int) -> float:
+    """Simulate a placement with another batch; return the bytes beyond the fullest device's room, 0 or less if it fits.
+
+    Infinite where stages are sharded for batches of other multiples.
+    """
+    judge, candidate = outcome.judge, outcome.best.candidate
+    multiples = [own.samples_multiple for own in outcome.carried.realized.meshes.values()]
+    if multiples and batch_size % (candidate.microbatches * math.lcm(*multiples)):
+        return math.inf
+    job = replace(judge.job, batch_size=batch_size)
+    return Judge(judge.graph, judge.costs, cluster, job).measure(candidate).overflow_bytes
 
 
 def bounded(outcome: Outcome, judge: Judge, whole_batch: str = "") -> Outcome:

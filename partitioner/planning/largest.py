@@ -1,8 +1,10 @@
-"""The largest batch, or sequence, that fits: each size is searched anew, and the simulation of what was found decides.
+"""The largest batch, or sequence, that fits: sizes are searched, and the simulation of what was found decides.
 
-    u 2u 4u …    doubled, until nothing is found that fits; u: what all devices and micro-batches can share equally
-    bisected     over multiples of u
-    bisected     one by one, up to the next multiple of u
+    u ─► further     what is found for a batch is simulated with larger ones, which is quicker than to search them, until it
+                     overflows; then the next is searched. u: what all devices and micro-batches can share equally
+    + u 2u 4u …      ahead, until nothing is found that fits
+    bisected         over multiples of u
+    bisected         one by one, up to the next multiple of u
 
 The peak need not grow with the size: a search may cut or recompute a larger batch in another way, and what divides it
 grows and falls. With the size above the answer the search finds nothing: that it does not fit is proved by this where there
@@ -15,7 +17,8 @@ import math
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import Generic, Literal
+from functools import partial
+from typing import Generic
 
 from cost_models.cluster import ClusterSpec
 from cost_models.errors import ClusterError, InfeasibleError, ModelError, TimeLimitError, UsageError
@@ -24,10 +27,12 @@ from partitioner.planning.best import best_plan
 from partitioner.planning.options import PlanOptions
 from partitioner.record.data import PlanData, PlanT
 from partitioner.report.intervals import risk_text
-from passes.compile import anything_fits
+from passes.compile import overflow_bytes, what_fits
 from passes.graph.graph import OpGraph
 from passes.graph.least_samples import least_samples
-from passes.search.largest import bisected, largest
+from passes.search.hybrid.fix import read_fix
+from passes.search.largest import bisected, furthest, largest
+from passes.search.outcome import Outcome
 from passes.search.request import Request
 from runtime.collector import collector_paused
 
@@ -75,7 +80,8 @@ def largest_batch(
         return graph, replace(options, batch_size=samples).requests(graph, precision)[0]
 
     cut = 1 if options.microbatches == "auto" else options.microbatches
-    sizes = _Sizes(step_of, cluster, cut * least_samples(graph)[0], step)
+    keeps = read_fix(options.fix).microbatch is None
+    sizes = _Sizes(step_of, cluster, cut * least_samples(graph)[0], step, keeps)
     return sizes.largest(kind, cut * cluster.world_size, most)
 
 
@@ -99,7 +105,7 @@ def largest_sequence(
         graph = traced(tokens)
         return graph, options.requests(graph, precision)[0]
 
-    return _Sizes(step_of, cluster, 1, step).largest(kind, FIRST_STEPS * step, most)
+    return _Sizes(step_of, cluster, 1, step, keeps=False).largest(kind, FIRST_STEPS * step, most)
 
 
 @dataclass(frozen=True)
@@ -110,21 +116,27 @@ class _Sizes:
     cluster: ClusterSpec
     least: int
     step: int
+    keeps: bool
+    """True if a placement may be kept for larger ones: for batches of one graph, whose micro-batches no user fixed."""
 
     def largest(self, kind: type[PlanT], shared: int, most: int) -> Largest[PlanT]:
         """Find the largest size up to ``most``. ``shared``: what a multiple of can be shared equally."""
         first = _multiple(self.least, self.step)
         unit = _multiple(first, math.lcm(self.step, shared))
-        units, fits = largest(lambda count: self._fits(count * unit), most // unit)
+        units, fits = largest(
+            lambda count: self._found(count * unit), most // unit, partial(self._reach, 0, unit, most // unit)
+        )
         base = units * unit if fits else first - self.step
         if fits and units < most // unit:
+            between = unit // self.step
+            reach = partial(self._reach, base, self.step, between - 1)
             steps, _ = bisected(
-                lambda count: self._fits(base + count * self.step), 0, fits, unit // self.step
+                lambda count: self._found(base + count * self.step), reach(fits, 0), fits, between, reach
             )
         else:  # the next multiple is beyond what is asked for, or not even the first fits
             top = most if fits else min(most, unit - self.step)
             steps, found = largest(
-                lambda count: self._fits(base + count * self.step), (top - base) // self.step
+                lambda count: self._found(base + count * self.step), (top - base) // self.step
             )
             fits = fits or found
         if not fits:
@@ -133,13 +145,27 @@ class _Sizes:
         beyond = size + self.step
         return Largest(size, self._plan(kind, size), beyond=beyond if beyond <= most else None)
 
-    def _fits(self, size: int) -> Literal[True] | None:
-        """Tell whether something is found that fits; None for no."""
+    def _found(self, size: int) -> Outcome | None:
+        """Return something that fits, None if nothing is found."""
         try:
             graph, request = self.step_of(size)
-            return True if anything_fits(graph, self.cluster, request) else None
+            return what_fits(graph, self.cluster, request)
         except (ModelError, UsageError):
             return None
+
+    def _reach(self, base: int, step: int, most: int, found: Outcome, number: int) -> int:
+        """Return the most steps beyond ``base``, up to ``most``, with which what was found for ``number`` of them fits."""
+        if not self.keeps or found.splits:
+            return number
+        best, size = found.best, found.judge.job.batch_size
+        guess = (int(size * (1 - best.overflow_bytes / max(best.peak_bytes))) - base) // step
+        return furthest(
+            lambda count: overflow_bytes(found, self.cluster, base + count * step),
+            number,
+            best.overflow_bytes,
+            guess,
+            most,
+        )
 
     def _plan(self, kind: type[PlanT], size: int) -> PlanT:
         """Plan a size with which something fits: as fast as can be, or what was found if the search then ends without."""

@@ -2,31 +2,79 @@
 
 largest     1 2 4 8 …       doubled until nothing is found, or ``most`` is reached
 bisected    4 ─► 6 ─► 5     between one that fits and one that does not
+furthest    4 ─► 7 ─► 8     where a line leads through what numbers overflow by
+
+``reach(what, number)``: the largest number with which what was found for ``number`` fits too; those below are not asked.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 FoundT = TypeVar("FoundT")
+Reach: TypeAlias = Callable[[Any, int], int]
+HALVED_EVERY = 4
+"""Numbers after which ``furthest`` looks at the middle: what overflows need not be a line. By hand."""
 
 
-def largest(found: Callable[[int], FoundT | None], most: int) -> tuple[int, FoundT | None]:
+def no_further(found: object, number: int) -> int:
+    """Return ``number``: where what fits is not tried with others."""
+    return number
+
+
+def largest(
+    found: Callable[[int], FoundT | None], most: int, reach: Reach = no_further
+) -> tuple[int, FoundT | None]:
     """Return the largest number up to ``most`` with which something is found, and that; 0 and None if not even with 1."""
-    low, best, high = 0, None, 1
+    low, best, ahead, doubled = 0, None, 1, 1
     while low < most:
+        high = min(low + ahead, most)
         other = found(high)
         if other is None:
-            return (low, None) if best is None else bisected(found, low, best, high)
-        low, best, high = high, other, min(2 * high, most)
+            return (low, None) if best is None else bisected(found, low, best, high, reach)
+        low, best, ahead, doubled = reach(other, high), other, doubled, 2 * doubled
     return low, best
 
 
-def bisected(found: Callable[[int], FoundT | None], low: int, best: FoundT, high: int) -> tuple[int, FoundT]:
+def bisected(
+    found: Callable[[int], FoundT | None],
+    low: int,
+    best: FoundT,
+    high: int,
+    reach: Reach = no_further,
+) -> tuple[int, FoundT]:
     """Return the largest number between ``low``, with which ``best`` was found, and ``high``, with which nothing is."""
     while high - low > 1:
         middle = (low + high) // 2
         other = found(middle)
-        low, best, high = (low, best, middle) if other is None else (middle, other, high)
+        if other is None:
+            high = middle
+        else:
+            low, best = min(reach(other, middle), high - 1), other
     return low, best
+
+
+def furthest(overflow: Callable[[int], float], low: int, at_low: float, guess: int, most: int) -> int:
+    """Return the largest number from ``low`` up to ``most`` that does not overflow, where that is much like a line.
+
+    ``at_low``: what ``low`` overflows by, 0 or less; ``guess``: the number to begin with.
+    """
+    high, tried = most + 1, 0
+    while high - low > 1:
+        tried += 1
+        if tried % HALVED_EVERY == 0:
+            guess = (low + high) // 2 if high <= most else 2 * low
+        number = min(max(guess, low + 1), high - 1)
+        over = overflow(number)
+        slope = (over - at_low) / (number - low)
+        if slope <= 0:
+            guess = 2 * number
+        else:
+            guess = (low + number) // 2 if math.isinf(slope) else math.floor(number - over / slope)
+        if over <= 0:
+            low, at_low = number, over
+        else:
+            high = number
+    return low
