@@ -3,6 +3,7 @@
 docs/*.schema.json                                  the JSON Schemas of plans, clusters and cost graphs
 docs/architecture.md, between ROOMS and END         the table of rooms: purposes from their ``__init__.py``, modules
 docs/presets.md, between TABLES and TABLES_END      devices, links and machines by name, with sources
+docs/how-to/what-fits.md                            what ``benchmarks.what_fits`` stored
 docs/accuracy.md                                    predictions beside published parallel runs, from stored scores
 ```console blocks of docs/09-plan-and-cli.md        commands (``$ …``) are run, what they print is put below them
 
@@ -26,6 +27,7 @@ from typing import Any
 
 from pydantic import BaseModel
 
+from benchmarks import what_fits
 from benchmarks.accuracy import PAGE as ACCURACY
 from benchmarks.accuracy import page_now
 from benchmarks.preset_tables import preset_tables
@@ -99,6 +101,7 @@ def files() -> dict[Path, str]:
         ARCHITECTURE: _between(ARCHITECTURE, ROOMS, room_table(read_house()), END),
         ACCURACY: page_now(),
         PRESETS: _between(PRESETS, TABLES, preset_tables(), TABLES_END),
+        what_fits.PAGE: what_fits.page(),
     }
 
 
