@@ -48,6 +48,7 @@ SOURCES = {
     HELD_OUT + "mosaic": "llm-foundry, nothing fitted on it",
     "bigscience": "Megatron-DeepSpeed, BLOOM's search",
     "internlm": "InternLM",
+    "nemo-launcher": "NeMo launcher",
     "mlm-golden": "Megatron-LM, functional tests",
 }
 FULL = 0.95
@@ -205,7 +206,7 @@ ABOUT = """\
 
 Made by `python -m benchmarks.accuracy` from predictions collected on {date}. {runs} runs of {sources} sources, that
 others made on A100s, H100s and GB200s and published, each planned as it was run: its model, its cluster, its batch
-and one `--fix` line of degrees, ZeRO, micro-batches, recomputation and stage borders (`benchmarks/parallel_rows.py`
+and one `--fix` line of degrees, ZeRO, micro-batches, recomputation and stage borders (`benchmarks/parallel_sources.py`
 says what each framework does alike in all of its runs, and where that is written). The file of runs is not part of
 this repository: of each the id, and the figures that are compared, are. The error is predicted over published, less
 one. Which runs can be planned, and which cannot and why, is what `make parallel` prints.
@@ -237,8 +238,8 @@ READING = """\
 - {full} of llm-foundry's runs would fill more than {share:.0%} of the memory by prediction: the median error of their
   steps is {full_error:.1%}, of the others {other_error:.1%}. An allocator
   that is so full frees memory and asks for it anew, which no prediction has.
-- Megatron-DeepSpeed's peaks in bf16 are predicted too small by a quarter. DeepSpeed keeps gradients in 16 bits
-  beside those that it sums in 32, and buckets beside both; of that we count the sums.
+- **Published peaks that count what an allocator reserved**, nanotron's and Megatron-DeepSpeed's, are predicted too
+  small by a tenth to a sixth; what it allocated, Megatron-LM's, by a twentieth. Reserving is not predicted.
 """
 
 

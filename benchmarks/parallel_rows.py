@@ -3,15 +3,15 @@
     nt-8B-16-dp2tp8pp1z1mb4  ─►  llama 32 x 4,096   dgx-h100:2   256 samples
                                  pipeline=1 data=2 sequence=8 zero=1 microbatch=4 recompute=gathers
 
-What a framework does alike in all of its runs stands in the function of its source, with where that is written. Rows that
-no ``fix`` line says are refused with the reason. ``PARALLEL.md`` beside the file says what each row is worth.
+What a framework does alike in all of its runs stands in ``benchmarks.parallel_sources``. Rows that no ``fix`` line says are
+refused with the reason. ``PARALLEL.md`` beside the file says what each row is worth.
 """
 
 from __future__ import annotations
 
 import csv
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
@@ -55,6 +55,8 @@ class AsRun:
     optimizer: str = "adamw"
     schedule: str = "auto"
     place: Literal["first", "last", "fullest"] = "fullest"
+    held_bytes: int = 0
+    """Tensors that its framework holds on that device beside those of a plan of ours."""
     context_bytes: int = 0
     """CUDA's context where the published number is the driver's count, which has NCCL's communicators too."""
 
@@ -99,12 +101,6 @@ def kinds_of(row: ParallelRow) -> list[str]:
     return found or ["data parallel"]
 
 
-def as_run(row: ParallelRow) -> AsRun:
-    """Turn a row into a plan. Raises NotExpressibleError."""
-    _refuse(row)
-    return SOURCES[row["source_id"]](row)
-
-
 _WORDS = {
     "EP": "experts",
     "MOE": "experts",
@@ -130,11 +126,12 @@ _NEEDED = (
 )
 
 
-def _refuse(row: ParallelRow) -> None:
+def refuse(row: ParallelRow, sources: Collection[str]) -> None:
+    """Raise NotExpressibleError for a row that no ``fix`` line says, or whose source nobody has read."""
     for word in row["kind"].split("+"):
         if word in _WORDS:
             raise NotExpressibleError(_WORDS[word])
-    if row["source_id"] not in SOURCES:
+    if row["source_id"] not in sources:
         raise NotExpressibleError(f"nobody has read how {row['source_id']} ran its models")
     if row["gpu"] not in CARDS:
         raise NotExpressibleError(f"no preset of {row['gpu'] or 'an unnamed card'}")
@@ -150,13 +147,9 @@ CARDS = {
     "gb200": ("GB200", "gb200-tray"),
 }
 """The device's and the machine's preset of each card."""
-EFA = {"preset": "InfiniBand-NDR", "per": "device"}
-"""AWS p5: 3.2 Tb/s a machine, 400 Gb/s a card."""
-FOUR_CARDS = {"preset": "InfiniBand-EDR", "cards": 4}
-"""Four cards of 100 Gb/s a machine: RoCE of InternLM's runs, Omni-Path of Jean Zay, with the latency that NCCL has."""
 
 
-def _shape(row: ParallelRow, family: Literal["llama", "gpt"], **more: Any) -> Decoder:
+def shape_of(row: ParallelRow, family: Literal["llama", "gpt"], **more: Any) -> Decoder:
     """Return a row's model. With several stages a tied head is a parameter of its own, as each stage keeps a copy of it."""
     heads = int(row["heads"])
     if int(row["hidden"]) % heads:
@@ -179,7 +172,7 @@ def _shape(row: ParallelRow, family: Literal["llama", "gpt"], **more: Any) -> De
     )
 
 
-def _plan(
+def run_of(
     row: ParallelRow,
     shape: Decoder,
     *,
@@ -215,186 +208,3 @@ def even_borders(layers: int, stages: int) -> list[str]:
     if layers % stages:
         raise NotExpressibleError("stages of unequal numbers of layers, which are not published")
     return [f"blocks.{stage * layers // stages}" for stage in range(1, stages)]
-
-
-def full_borders(layers: int, stages: int, *, ends: bool) -> list[str]:
-    """Cut as many layers a stage as the fullest needs, the last stage has what is left (DeepSpeed's PipelineModule).
-
-    ``ends``: embedding and head count as a layer each.
-    """
-    most = -(-(layers + 2 * ends) // stages)
-    cuts = [stage * most - ends for stage in range(1, stages)]
-    if cuts and cuts[-1] >= layers:
-        raise NotExpressibleError("a pipeline with an empty stage")
-    return [f"blocks.{cut}" for cut in cuts]
-
-
-# --------------------------------------------------------------------------------------------------
-# Sources
-
-
-def nanotron_borders(shape: Decoder, stages: int) -> list[str]:
-    """Cut as nanotron does: by multiplications of layers and head; a stage ends with the block that passes its share.
-
-    The source: nanotron at 67c5ebb6, where it builds a model and where its Llama counts the costs of a block.
-    """
-    layer = 4 * shape.width**2 + 3 * shape.ffn * shape.width
-    names = ["tokens", *(f"blocks.{i}" for i in range(shape.layers)), "norm", "head"]
-    costs = [0, *([layer] * shape.layers), 0, shape.vocabulary * shape.width]
-    thresholds = [sum(costs) * ((stage + 1) / stages) for stage in range(stages)]
-    borders, stage, passed, begun = [], 0, 0, False
-    for name, cost in zip(names, costs, strict=True):
-        if begun:
-            borders.append(name)
-        passed += cost
-        begun = passed > thresholds[stage]
-        stage += begun
-    return borders
-
-
-def _nanotron(row: ParallelRow) -> AsRun:
-    """The grid of the Ultra-Scale Playbook: nanotron at 67c5ebb6, as its scaling benchmarks configure it.
-
-    bf16 parameters, float32 copies, gradients summed in float32, fused AdamW; sequence parallelism whose gathers run
-    again in backward; logits cast to float32; 1F1B. Its log has peaks of allocated and of reserved memory. The former are
-    reset before the optimizer steps, so what the grid shows, which grows with activations, is what was reserved.
-    """
-    shape = _shape(row, "llama")
-    stages = int(row["pp"])
-    zero = 1 if row["sharding"] == "zero1" else 0
-    borders = nanotron_borders(shape, stages) if stages > 1 else []
-    if len(borders) != stages - 1:
-        raise NotExpressibleError("a pipeline with an empty stage")
-    return _plan(
-        row,
-        shape,
-        zero=zero,
-        recompute="gathers",
-        borders=borders,
-        optimizer="fused-adamw",
-        place="first",
-        network=EFA,
-    )
-
-
-MPT_70B_LAYERS = 80
-"""The file has 64. Throughput and share of the peak, published beside each other, are of 67.5 GFLOP a token in all of its
-rows: 80 layers (64 would be 54)."""
-
-
-def _mosaic(row: ParallelRow) -> AsRun:
-    """Run llm-foundry's benchmarks of 2023: MPT with FSDP's full shard, the loss in 16 bits, FlashAttention of that year.
-
-    ``mixed_precision: PURE`` sums gradients in bf16, ``DEFAULT`` in 32 bits (Composer's mixed precision of FSDP).
-    """
-    layers = {"layers": str(MPT_70B_LAYERS)} if row["model"] == "mpt-70b" else {}
-    shape = _shape({**row, **layers}, "gpt", logits=torch.bfloat16, dtype=torch.float32)
-    summed = torch.bfloat16 if row["precision"] == "bf16 (pure)" else None
-    again = "full" if row["recompute"] == "full" else "gathers"
-    return _plan(
-        row,
-        shape,
-        zero=3,
-        recompute=again,
-        stack="2023",
-        precision=Precision(compute=torch.bfloat16, gradients=summed),
-    )
-
-
-MEGATRON_DROPOUT = 0.1
-"""The default of ``--hidden-dropout`` and ``--attention-dropout``."""
-MEGATRON_MULTIPLE = 128
-"""The default of ``--make-vocab-size-divisible-by``, of each shard's part of the vocabulary."""
-SMI_CONTEXT_BYTES = int(1.6 * GIB)
-"""What nvidia-smi counts beside tensors on Jean Zay (the row says so of its memory)."""
-
-
-def _bigscience(row: ParallelRow) -> AsRun:
-    """Run the search for BLOOM's shape: Megatron-DeepSpeed of February 2022 (chronicles-prequel.md).
-
-    Every layer recomputed, attention as two products around a fused softmax, dropout, the loss in place (``_golden``), no
-    sequence parallelism, fp16 gradients unless the row says bf16 with gradients in float32. Memory is nvidia-smi's, over
-    first and last machine.
-    """
-    half = torch.float16 if row["precision"] == "fp16" else torch.bfloat16
-    shape = _shape(row, "gpt", attention="softmax", dtype=half, logits=half, dropout=MEGATRON_DROPOUT)
-    fp32 = "fp32" in row["precision"] or "fp32" in row["optimizer"]
-    precision = Precision(
-        gradients=torch.float32 if fp32 else half,
-        master=torch.float32,
-        loss_scale="dynamic" if half is torch.float16 else None,
-    )
-    return _plan(
-        row,
-        shape,
-        zero=1 if row["sharding"] == "zero1" else 0,
-        recompute="full",
-        borders=full_borders(shape.layers, int(row["pp"]), ends="embeddings balanced" in row["notes"]),
-        stack="2023",
-        optimizer="fused-adamw",
-        precision=precision,
-        network=FOUR_CARDS,
-        context_bytes=SMI_CONTEXT_BYTES,
-    )
-
-
-def _internlm(row: ParallelRow) -> AsRun:
-    """Run InternLM 7B of 2023 (doc/en/train_performance.md): flash-attn, ZeRO-1, no sequence parallelism.
-
-    No word of ``fix`` splits the optimizer's state among some of the replicas only.
-    """
-    if row["shard_degree"] != row["dp"]:
-        raise NotExpressibleError("optimizer's state split among some of the replicas")
-    return _plan(
-        row,
-        _shape(row, "llama"),
-        zero=1,
-        recompute=row["recompute"],
-        stack="2023",
-        optimizer="fused-adamw",
-        network=FOUR_CARDS,
-    )
-
-
-_UNLIKE = re.compile("mla|swiglu|uneven|account_for_embedding|fsdp|fim_dataset|reshard|defer_embedding")
-"""Golden runs whose model or stages the columns do not tell."""
-
-
-def _golden(row: ParallelRow) -> AsRun:
-    """Run Megatron-LM's functional tests: torch's peak of allocated bytes on the last rank.
-
-    Parameters in 16 bits, gradients summed in float32, masters in float32; Transformer Engine's attention keeps no scores
-    unless the row says ``unfused``, the local one does. The loss is computed in place: a softmax in float32, then its
-    gradient in the same bytes, beside logits of 16 bits. A loss in 16 bits that is not in place has as many bytes.
-    """
-    if _UNLIKE.search(row["id"]):
-        raise NotExpressibleError("a test whose model or stages the columns do not tell")
-    unfused = row["attention"] == "unfused" or row["fused"] == "local"
-    half = torch.float16 if row["precision"] == "fp16" else torch.bfloat16
-    precision = Precision(
-        gradients=torch.float32,
-        master=torch.float32,
-        loss_scale="dynamic" if half is torch.float16 else None,
-    )
-    words = row["vocab"].split()
-    padded = {**row, "vocab": f"{words[0]} padded to {MEGATRON_MULTIPLE}*tp"}
-    attention: Literal["flash", "softmax"] = "softmax" if unfused else "flash"
-    return _plan(
-        row,
-        _shape(padded, "gpt", attention=attention, dtype=half, logits=half, dropout=MEGATRON_DROPOUT),
-        zero=1 if row["sharding"] == "zero1" else 0,
-        recompute="full" if row["recompute"].startswith("full") else "none",
-        place="last",
-        optimizer="fused-adamw",
-        precision=precision,
-    )
-
-
-SOURCES: Mapping[str, Callable[[ParallelRow], AsRun]] = {
-    "nanotron-grid": _nanotron,
-    "nanotron-tp": _nanotron,
-    "mosaic": _mosaic,
-    "bigscience": _bigscience,
-    "internlm": _internlm,
-    "mlm-golden": _golden,
-}

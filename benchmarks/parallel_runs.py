@@ -3,7 +3,7 @@
     python -m benchmarks.parallel_runs --runs parallel_runs.csv [--only GLOB] [--source ID] [--kind TP] [--trust AB]
                                        [--sample N] [--part 1/2] [--stored-only] [--rows] [--held-out]
 
-Each row is planned as its source ran it, by one ``fix`` line (``benchmarks.parallel_rows``). Errors are those of the
+Each row is planned as its source ran it, by one ``fix`` line (``benchmarks.parallel_sources``). Errors are those of the
 simulated step, and of the memory that the source published, over the published, less one. A prediction is stored under what
 it depends on, the row's plan and all code of the four floors (``STORE``), so another run predicts only what has changed.
 """
@@ -23,7 +23,8 @@ from functools import cache, lru_cache
 from pathlib import Path
 
 from benchmarks.parallel_models import Decoder, decoder
-from benchmarks.parallel_rows import GIB, AsRun, NotExpressibleError, ParallelRow, as_run, kinds_of, read_rows
+from benchmarks.parallel_rows import GIB, AsRun, NotExpressibleError, ParallelRow, kinds_of, read_rows
+from benchmarks.parallel_sources import as_run
 from benchmarks.published import NOT_FITTED, spread
 from cost_models.errors import PartitionerError
 from cost_models.room import FILLS
@@ -82,7 +83,7 @@ class Compared:
     def peak_bytes(self) -> float:
         """The predicted memory that was published: of the device it is of, with what the number counts beside tensors."""
         place = ("first", "last", "fullest").index(self.run.place)
-        peak = self.predicted.peaks[place]
+        peak = self.predicted.peaks[place] + self.run.held_bytes
         if self.run.context_bytes:
             peak += self.predicted.communicators[place] + self.run.context_bytes
         return peak

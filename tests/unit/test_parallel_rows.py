@@ -6,15 +6,9 @@ import pytest
 import torch
 
 from benchmarks.parallel_models import Decoder, decoder
-from benchmarks.parallel_rows import (
-    GIB,
-    NotExpressibleError,
-    as_run,
-    full_borders,
-    kinds_of,
-    nanotron_borders,
-)
+from benchmarks.parallel_rows import GIB, NotExpressibleError, kinds_of
 from benchmarks.parallel_runs import Compared, Predicted
+from benchmarks.parallel_sources import as_run, full_borders, nanotron_borders
 
 ROW = {
     "id": "nt", "kind": "TP+PP+SP+ZERO1+TIME+MEM", "source_id": "nanotron-grid", "layers": "16", "hidden": "2048",
@@ -85,6 +79,8 @@ def test_the_drivers_count_has_communicators_and_the_context():
     run = as_run(BLOOM)
     made = Predicted("bs", "", peaks=(57 * GIB, GIB, 57 * GIB), communicators=(0.4 * GIB, 0.0, 0.4 * GIB))
     assert Compared(BLOOM, run, made).memory_error == pytest.approx(0, abs=1e-6)
+    in_fp32 = as_run({**BLOOM, "precision": "bf16, fp32 grad accumulation"})
+    assert in_fp32.held_bytes == 2 * (12 * 5 * 14336 + 250880) * 14336 // 4
 
 
 def test_nanotron_ends_a_stage_with_the_block_that_passes_its_share():
