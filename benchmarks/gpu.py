@@ -2,6 +2,7 @@
 
     make gpu                = python -m benchmarks.gpu [--json gpu-figures.json] [--only GLOB]
     python -m benchmarks.gpu --again benchmarks/data/h100-80gb.json     its models predicted anew, on any machine
+                             [--residuals]                              and their peaks put into benchmarks/residuals.csv
 
 tests          tests/gpu, by pytest
 calibration    partitioner calibrate --device cuda --short
@@ -32,7 +33,8 @@ from xml.etree import ElementTree
 
 import torch
 
-from benchmarks.gpu_models import MODELS, predicted_again
+from benchmarks.gpu_models import MODELS, predicted_again, preset_of
+from benchmarks.residuals import Residual, replace_residuals
 from cost_models.measure.calibration import Calibration
 
 LIMIT_SECONDS = 460.0
@@ -154,7 +156,7 @@ def _figures(path: Path) -> Any:
 def table(found: dict[str, Any]) -> str:
     """Write predicted beside measured, a line per model that has figures."""
     lines = [
-        f"{'model':<12} {'measured':>10} {'defaults':>10} {'calibrated':>10}   peak GiB: alloc, reserved, predicted"
+        f"{'model':<12} {'measured':>10} {'defaults':>10} {'calibrated':>10}   peak GiB: allocated, reserved; predicted"
     ]
     for name, part in found["parts"].items():
         row = part.get("figures", {})
@@ -167,6 +169,7 @@ def table(found: dict[str, Any]) -> str:
             own["peak_allocated_bytes"],
             own["peak_reserved_bytes"],
             row["predicted"]["defaults"]["peak_bytes"],
+            row["predicted"]["defaults"].get("reserved_bytes"),
         ]
         cells = [f"{'-' if s is None else f'{s * 1e3:.1f} ms':>10}" for s in times]
         gib = ", ".join("-" if size is None else f"{size / 2**30:.2f}" for size in sizes)
@@ -187,6 +190,31 @@ def again(found: dict[str, Any]) -> dict[str, Any]:
     return {**found, "parts": parts}
 
 
+OWN = "our own, H100 and H200"
+"""The source of residuals, one for all cards: the same models allocate the same bytes on each."""
+
+
+def residuals(found: dict[str, Any]) -> list[Residual]:
+    """Return the residuals of allocated peaks. Steps are none: rates were fitted on these cards."""
+    card = preset_of(found["card"], found["parts"]["calibration"]["figures"]["machine"]["memory_bytes"])
+    return [
+        Residual(
+            f"gpu {card}",
+            OWN,
+            f"{name.removeprefix('model ')} on {card}",
+            "one device",
+            "presets",
+            "cuda",
+            None,
+            part["figures"]["measured"]["peak_allocated_bytes"]
+            / part["figures"]["predicted"]["defaults"]["peak_bytes"],
+            "allocated",
+        )
+        for name, part in found["parts"].items()
+        if "measured" in part.get("figures", {}) and name.startswith("model ")
+    ]
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run all parts on this machine's GPU; without one, say so and claim nothing."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -195,9 +223,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--again", type=Path, help="predict the models of this file of figures anew; needs no GPU"
     )
+    parser.add_argument(
+        "--residuals", action="store_true", help="with --again: put the peaks into residuals.csv"
+    )
     options = parser.parse_args(arguments)
     if options.again is not None:
-        print(table(again(json.loads(options.again.read_text()))))
+        found = again(json.loads(options.again.read_text()))
+        print(table(found))
+        if options.residuals:
+            rows = residuals(found)
+            replace_residuals(rows[0].benchmark, rows)
         return 0
     if not torch.cuda.is_available():
         print(f"torch {torch.__version__} sees no CUDA device: nothing was run, and nothing is claimed")

@@ -22,6 +22,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from benchmarks.residuals import counted_bytes
 from cost_models.cluster import ClusterSpec
 from cost_models.measure.calibration import Calibration
 from cost_models.precision import Precision
@@ -218,7 +219,8 @@ def _measured(
 def _predicted(plan: Plan) -> dict[str, Any]:
     return {
         "step_seconds": plan.prediction.step_seconds,
-        "peak_bytes": plan.prediction.memory_parts(plan.used_devices[0])["tensors"],
+        "peak_bytes": counted_bytes(plan, "allocated"),
+        "reserved_bytes": counted_bytes(plan, "reserved"),
         "confidence": plan.prediction.confidence,
     }
 

@@ -30,7 +30,7 @@ from pathlib import Path
 import torch
 
 from benchmarks.published_models import bert_large, gpt2, mpt, resnet50
-from benchmarks.residuals import Residual, replace_residuals, residual_of
+from benchmarks.residuals import Counts, Residual, counted_bytes, replace_residuals, residual_of
 from cost_models.cluster import ClusterSpec
 from cost_models.errors import PartitionerError
 from cost_models.precision import Precision
@@ -144,7 +144,7 @@ class Setting:
     """What of a run decides its graph. ``autocast``: the type of a ``torch.autocast`` around the model.
 
     ``one_by_one``: its optimizer updates one parameter after the other, as transformers' own AdamW did before torch 2.0;
-    ``torch.optim`` works on all at once since.
+    ``torch.optim`` works on all at once since. ``zero_grad`` of that time filled gradients with zeros, and kept them.
     """
 
     model: Callable[[], Workload]
@@ -199,7 +199,9 @@ def _traced(name: str, tokens: int) -> OpGraph:
 def cluster_of(run: Run, setting: Setting, held_out: bool = False) -> ClusterSpec:
     """Return the cards of a run, in machines of eight."""
     device, machine = CARDS[run.gpu]
-    card = {"preset": device} | ({"stack": setting.stack} if setting.stack else {})
+    # It ran, so it fitted, however close to the edge it is predicted: that is not asked here.
+    memory = 2 * ClusterSpec.one_node(device, 1).devices[0].memory_bytes
+    card = {"preset": device, "memory": memory} | ({"stack": setting.stack} if setting.stack else {})
     node = {"preset": machine, "count": PER_MACHINE, "device": card} if run.gpus > 1 else {"device": card}
     machines = -(-run.gpus // PER_MACHINE)
     nodes: dict[str, object] = {"nodes": [{**node, "name": f"machine{i}"} for i in range(machines)]}
@@ -241,8 +243,13 @@ def planned(run: Run, held_out: bool = False) -> Plan:
 
 
 def _one_by_one(plan: Plan) -> Plan:
-    """Return the plan with the peaks that it has where the optimizer makes nothing for all parameters at once."""
-    other = plan.model_copy(update={"update_bytes": {}})
+    """Return the plan with the peaks that it has where the optimizer makes nothing for all parameters at once, and
+    gradients are there from one step to the next."""
+    kept = [
+        stage.model_copy(update={"gradient_bytes": 0, "first_transient_bytes": stage.transient_bytes})
+        for stage in plan.stages
+    ]
+    other = plan.model_copy(update={"update_bytes": {}, "stages": tuple(kept)})
     peaks = {str(rank): peak for rank, peak in enumerate(other.simulate().peak_bytes)}
     prediction = plan.prediction.model_copy(update={"peak_memory_bytes": peaks})
     return other.model_copy(update={"prediction": prediction})
@@ -256,14 +263,14 @@ def predicted(run: Run, held_out: bool = False) -> Outcome:
         return Outcome(run, refused="; ".join([error.what, *error.because])[:300])
     prediction = plan.prediction
     source = f"{PUBLISHERS[run.id.split('-')[0]]}, {run.gpu}"
-    context_bytes = CONTEXT_BYTES if run.id.startswith("hf-") else 0
+    counts: Counts = "driver" if run.id.startswith("hf-") else "reserved"
+    context_bytes = CONTEXT_BYTES if counts == "driver" else 0
+    own_bytes = max(0.0, run.peak_bytes - context_bytes)
     return Outcome(
         run,
         prediction.step_seconds,
-        prediction.memory_parts(plan.fullest_device)["tensors"] + context_bytes,
-        residual=residual_of(
-            "published", source, run.id, plan, run.step_seconds, max(0.0, run.peak_bytes - context_bytes)
-        ),
+        counted_bytes(plan, counts) + context_bytes,
+        residual=residual_of("published", source, run.id, plan, run.step_seconds, own_bytes, counts),
     )
 
 

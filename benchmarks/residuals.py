@@ -1,10 +1,12 @@
 """Residuals of predictions: measured over predicted, a row per measured run, in benchmarks/residuals.csv.
 
-    benchmark   source                  plan                        kind           rates        device  step   memory
-    published   llm-foundry, a100_40gb  mpt-125m/s2048/a100_40gbx8  data parallel  named stack  cuda    0.9971
+    benchmark   source                   plan          kind        rates    device  step    memory  counts
+    published   LLMs-from-scratch, a100  rasbt-bf16    one device  presets  cuda    1.1475  0.9964  reserved
 
 ``source``: who measured, and on what: rows of one source err alike. ``step``, ``memory``: measured / predicted, of the
-step and of the fullest device's peak; empty where it was not measured. Benchmarks replace their own rows (``--residuals``).
+step and of the fullest device's peak; empty where it was not measured. ``counts``: what the measured memory is of, and so
+the predicted: tensors that are "allocated", what torch's allocator "reserved" for them, or that as the "driver" counts it,
+less the process's context. Benchmarks replace their own rows (``--residuals``).
 """
 
 from __future__ import annotations
@@ -13,10 +15,13 @@ import csv
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal, TypeAlias
 
 if TYPE_CHECKING:
     from partitioner.plan import Plan
+
+Counts: TypeAlias = Literal["allocated", "reserved", "driver"]
+"""What a measured peak counts."""
 
 FILE = Path(__file__).with_suffix(".csv")
 
@@ -33,12 +38,25 @@ class Residual:
     device: str
     step: float | None
     memory: float | None
+    counts: str = ""
+
+
+def counted_bytes(plan: Plan, counts: Counts) -> int:
+    """Return what is predicted of the fullest device that such a measurement counts, without a context."""
+    parts = plan.prediction.memory_parts(plan.fullest_device)
+    return parts["tensors"] + (0 if counts == "allocated" else parts.get("allocator", 0))
 
 
 def residual_of(
-    benchmark: str, source: str, name: str, plan: Plan, step_seconds: float, peak_bytes: float
+    benchmark: str,
+    source: str,
+    name: str,
+    plan: Plan,
+    step_seconds: float,
+    peak_bytes: float,
+    counts: Counts = "allocated",
 ) -> Residual:
-    """Return the residual of a plan that was measured; ``peak_bytes`` of tensors on its fullest device, 0 if unknown."""
+    """Return the residual of a plan that was measured; ``peak_bytes`` of its fullest device, 0 if unknown."""
     predicted, intervals = plan.prediction, plan.intervals
     fullest = plan.fullest_device
     return Residual(
@@ -49,7 +67,8 @@ def residual_of(
         intervals.origin.rates or "",
         plan.cluster.devices[fullest].kind,
         step_seconds / predicted.step_seconds,
-        peak_bytes / predicted.memory_parts(fullest)["tensors"] if peak_bytes else None,
+        peak_bytes / counted_bytes(plan, counts) if peak_bytes else None,
+        counts if peak_bytes else "",
     )
 
 
@@ -58,7 +77,10 @@ def read_residuals(path: Path = FILE) -> list[Residual]:
     with path.open(newline="") as file:
         return [
             Residual(
-                **{key: row[key] for key in ("benchmark", "source", "plan", "kind", "rates", "device")},
+                **{
+                    key: row[key]
+                    for key in ("benchmark", "source", "plan", "kind", "rates", "device", "counts")
+                },
                 step=float(row["step"]) if row["step"] else None,
                 memory=float(row["memory"]) if row["memory"] else None,
             )

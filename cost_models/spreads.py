@@ -13,7 +13,7 @@ from cost_models.intervals import PlanKind, RateSource, Spread
 STEP_SECONDS: Mapping[tuple[PlanKind, RateSource], Spread] = {
     ("one device", "calibrated"): Spread(center=0.0405, scale=0.1139, freedom=5, runs=0, sources=0),
     ("one device", "named stack"): Spread(center=0.0405, scale=0.1139, freedom=5, runs=0, sources=0),
-    ("one device", "presets"): Spread(center=0.0553, scale=0.1013, freedom=8, runs=12, sources=3),
+    ("one device", "presets"): Spread(center=0.0552, scale=0.1013, freedom=8, runs=12, sources=3),
     ("data parallel", "calibrated"): Spread(center=0.0326, scale=0.0669, freedom=9, runs=6, sources=4),
     ("data parallel", "named stack"): Spread(center=0.0185, scale=0.0677, freedom=8, runs=93, sources=3),
     ("data parallel", "presets"): Spread(center=0.0075, scale=0.0858, freedom=6, runs=2, sources=1),
@@ -26,6 +26,6 @@ STEP_SECONDS: Mapping[tuple[PlanKind, RateSource], Spread] = {
 }
 
 PEAK_BYTES: Mapping[CountedKind, Spread] = {
-    "cuda": Spread(center=0.0706, scale=0.1152, freedom=3, runs=10, sources=2),
-    "cpu": Spread(center=-0.0151, scale=0.0528, freedom=10, runs=48, sources=9),
+    "cuda": Spread(center=0.0640, scale=0.1072, freedom=7, runs=241, sources=6),
+    "cpu": Spread(center=-0.0160, scale=0.0502, freedom=10, runs=48, sources=9),
 }

@@ -64,6 +64,7 @@ def compile_graph(graph: OpGraph, cluster: ClusterSpec, request: Request) -> Com
     keep_from_here()
     outcome = run_pass("bound", _bound, bounded, outcome, judge, request.whole_batch)
     realized = outcome.carried.realized
+    outcome = replace(outcome, best=outcome.judge.simulated(outcome.best.candidate, realized))
     crossing = run_pass("bridge", _bridges, bridges, realized.segments)
     proof = run_pass("check", _rules, proved, realized, outcome.best.candidate)
     plain = run_pass("baselines", _baselines, baselines, graph, costs, judge.cluster, request.job)

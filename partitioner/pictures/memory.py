@@ -6,7 +6,7 @@
     of backward alone                          what it computes again, and its largest collective's result, while it runs
     of the optimizer's step                    what it makes for the time of its step
     values between stages                      what stages make for each other, and gradients of it
-    context, communicators                     all through the step, on GPUs: what a process holds beside tensors
+    context, communicators, allocator          all through the step, on GPUs: what a process holds beside tensors
 
 What is held when is the simulation's (``runtime.simulate.memory``); the sum is its curve.
 """

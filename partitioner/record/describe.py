@@ -260,6 +260,7 @@ def _beside_tensors(simulation: Simulation) -> dict[MemoryPart, dict[str, int]]:
     parts: dict[MemoryPart, dict[str, int]] = {
         "context": {str(rank): own.context for rank, own in enumerate(simulation.process)},
         "communicators": {str(rank): own.communicators for rank, own in enumerate(simulation.process)},
+        "allocator": {str(rank): own.allocator for rank, own in enumerate(simulation.process)},
     }
     return parts if any(any(table.values()) for table in parts.values()) else {}
 

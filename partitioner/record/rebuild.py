@@ -146,6 +146,7 @@ def simulate_plan(plan: PlanData, groups: GroupPrograms | None = None) -> Simula
             if stage.sharding is not None
             for gather in gather_collectives(stage.sharding.gathers, stage.sharding.mesh(stage.devices))
         ),
+        allocator_bytes=tuple(plan.prediction.beside_tensors.get("allocator", {}).values()),
     )
     sizes = plan.microbatch_sizes
     return simulate_step(groups, plan.cluster, step, sizes)

@@ -61,8 +61,9 @@ PrecisionField = Annotated[
 
 
 StateKind: TypeAlias = Literal["parameters", "gradients", "optimizer", "batch"]
-MemoryPart: TypeAlias = Literal["context", "communicators"]
-"""A part of a process's memory that is no tensors': the driver's context, NCCL's communicators."""
+MemoryPart: TypeAlias = Literal["context", "communicators", "allocator"]
+"""A part of a process's memory that is no tensors': the driver's context, NCCL's communicators, what torch's allocator
+reserves beyond the tensors."""
 """The kinds of what a device holds all through a step; copies of parameters for the update count as the optimizer's."""
 
 

@@ -14,13 +14,14 @@ from dataclasses import dataclass, field, replace
 from cost_models.cluster import ClusterSpec
 from cost_models.conversion import AxisLinks, group_links
 from cost_models.layout import Mesh
+from passes.costs.allocations import Allocations
 from passes.graph.graph import OpGraph
 from passes.graph.part import part_of
 from passes.graph.verify import verify_graph
 from passes.lower.alike import StageNames, stage_key
 from passes.lower.candidate import Candidate
 from passes.lower.job import Job
-from passes.lower.on_mesh import OnMesh, cost_on_mesh
+from passes.lower.on_mesh import OnMesh, allocations_on_mesh, cost_on_mesh
 from passes.lower.placed_graph import common_unit, meshes_of
 from passes.lower.segment import Segmentation
 from passes.lower.summarize import shared_state
@@ -67,10 +68,7 @@ class MeshStages:
         """Return the segments of a candidate on meshes, by number; all of them count samples in one unit."""
         if not candidate.shardings:
             return {}
-        stages = list(self._stages(candidate, segmentation))
-        unit = common_unit(
-            self.graph.batch.multiple, lambda unit: {self._multiple(stage, unit) for stage in stages}
-        )
+        stages, unit = self._in_one_unit(candidate, segmentation)
         size = self.job.batch_size // candidate.microbatches
         deferring = SCHEDULES[candidate.schedule].splits_backward
         found = {}
@@ -82,6 +80,34 @@ class MeshStages:
         used = {(stage.key, unit) for stage in stages}
         self._sharded = {key: own for key, own in self._sharded.items() if key in used}
         return found
+
+    def allocations(self, candidate: Candidate, segmentation: Segmentation) -> dict[int, Allocations]:
+        """Return what a rank of each segment on a mesh allocates for a micro-batch."""
+        if not candidate.shardings:
+            return {}
+        stages, unit = self._in_one_unit(candidate, segmentation)
+        size = self.job.batch_size // candidate.microbatches
+        known: dict[Hashable, Allocations] = {}
+        found = {}
+        for stage in stages:
+            sharded, names = self._on_shards(stage, unit)
+            key = (stage.key, stage.regions, self._computers(stage.placement.mesh))
+            if key not in known:
+                on_ranks = replace(sharded, placement=replace(sharded.placement, mesh=stage.placement.mesh))
+                regions = [[names.nodes[number] for number in own] for own in stage.regions]
+                known[key] = allocations_on_mesh(on_ranks, self.cluster, size, regions)
+            own_name = dict(zip(names.state, stage.names.state, strict=True))
+            made = known[key]
+            found[stage.index] = replace(made, parameters=tuple(own_name[name] for name in made.parameters))
+        return found
+
+    def _in_one_unit(self, candidate: Candidate, segmentation: Segmentation) -> tuple[list[_MeshStage], int]:
+        """Return the stages of a candidate, and the unit in which all of them count samples."""
+        stages = list(self._stages(candidate, segmentation))
+        unit = common_unit(
+            self.graph.batch.multiple, lambda unit: {self._multiple(stage, unit) for stage in stages}
+        )
+        return stages, unit
 
     def _stages(self, candidate: Candidate, segmentation: Segmentation) -> Iterator[_MeshStage]:
         shared, copied = shared_state(self.graph, segmentation), segmentation.recomputed

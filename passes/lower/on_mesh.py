@@ -18,6 +18,7 @@ from cost_models.conversion import local_share
 from cost_models.devices import Device
 from cost_models.layout import Mesh, Replicate
 from cost_models.memory import OPTIMIZERS, StateBytes, state_bytes
+from passes.costs.allocations import Allocations, allocations
 from passes.costs.costs import GraphCosts, cost_graph
 from passes.costs.recompute import computed_again
 from passes.graph.graph import OpGraph, StateSpec, once_per_graph
@@ -139,6 +140,19 @@ def _source(graph: OpGraph, name: str) -> str:
     while is_bridge(node):
         node = node.all_input_nodes[0]
     return node.name
+
+
+def allocations_on_mesh(
+    sharded: ShardedGraph, cluster: ClusterSpec, size: int, regions: Sequence[Sequence[str]]
+) -> Allocations:
+    """List what a rank of a mesh allocates for ``size`` samples; ``regions`` as ``cost_on_mesh`` has them."""
+    graph = sharded.graph
+    units = size // graph.batch.multiple
+    costs = _costs(graph, cluster.devices[sharded.mesh.ranks[0]].counted_as, units)
+    index_of = {name: index for index, name in enumerate(costs.ops)}
+    again = [[index_of[name] for name in names] for names in regions_on_shards(graph, regions)]
+    outputs = {output.node for output in graph.outputs}
+    return allocations(graph, costs, range(len(costs.ops)), units, outputs, again)
 
 
 def _segment(

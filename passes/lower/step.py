@@ -59,6 +59,8 @@ class StepCosts:
     """Sums of gradients whose costs are known; others are a ring's all-reduce of ``tied_bytes``."""
     gathers: tuple[Collective, ...] = ()
     """Collectives after the update; their seconds are part of ``optimizer_seconds``."""
+    allocator_bytes: tuple[int, ...] = ()
+    """Bytes that torch's allocator reserves on each rank beyond its tensors; empty where that was not replayed."""
 
 
 def programs_for(
@@ -121,6 +123,8 @@ def simulate_step(
         reduce_bytes=lambda reduction: cost(reduction).sent_bytes,
         reduce_ready=lambda reduction: (cost(reduction).segment, cost(reduction).ready),
     )
+    if any(step.allocator_bytes):
+        simulation = simulation.with_allocator(step.allocator_bytes)
     return _with_gathers(simulation, step.gathers, cluster) if step.gathers else simulation
 
 

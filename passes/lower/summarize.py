@@ -214,7 +214,7 @@ def state_of_ranks(
 ) -> tuple[StateBytes, ...]:
     """Bytes that each rank holds all through a step; buffers count as parameters that do not train."""
     names = state_names_of_ranks(graph, segmentation, world_size)
-    counted = partial(_count, graph, job.precision)
+    counted = partial(counted_parameter, graph, job.precision)
     sizes, leaves = leaf_bytes(graph, job.batch_size), _leaves_of_ranks(graph, segmentation, world_size)
     return tuple(
         state_bytes(map(counted, sorted(held)), job.optimizer)
@@ -237,6 +237,7 @@ def gradient_bytes(graph: OpGraph, name: str, precision: Precision) -> int:
     return graph.parameters[name].elements * graph.types_of(name, precision).gradient.itemsize
 
 
-def _count(graph: OpGraph, precision: Precision, name: str) -> ParameterCount:
+def counted_parameter(graph: OpGraph, precision: Precision, name: str) -> ParameterCount:
+    """Return a parameter or buffer as its memory is counted."""
     spec = graph.parameters.get(name) or graph.buffers[name]
     return spec.elements, graph.types_of(name, precision), name in graph.trained

@@ -349,7 +349,7 @@ class _ProviderRuns:
 
 def _held(simulated: Simulated) -> tuple[int, int]:
     """Return the bytes on the fullest device, and the number of devices in use."""
-    return max(simulated.peak_bytes), len({rank for group in simulated.candidate.groups for rank in group})
+    return simulated.most_bytes, len({rank for group in simulated.candidate.groups for rank in group})
 
 
 def _least_ratio(tried: Sequence[Judged[Any]]) -> float:

@@ -6,7 +6,7 @@ candidate ─► segments ─► quick bound: cannot win        or        ─►
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TypeVar
 
@@ -22,6 +22,7 @@ from passes.lower.costed import segments_of
 from passes.lower.job import Job
 from passes.lower.mesh_stages import MeshStages
 from passes.lower.realize import Realized, realize, segmented
+from passes.lower.reserved import reserved
 from passes.lower.segment import Segmentation
 from passes.lower.step import transfer_seconds
 from passes.progress import report_simulated
@@ -51,11 +52,19 @@ class Simulated:
     """Chance that a device needs more memory than it has."""
     beside_bytes: Sequence[int] = ()
     """The part of each peak that is no tensors' (``runtime.program.communicators``); empty: nothing of any."""
+    allocator_bytes: Sequence[int] = ()
+    """The part of that which the allocator reserves; empty where it was not replayed."""
 
     @property
     def fits(self) -> bool:
         """True if every device has the room that its part of the simulated step needs."""
         return self.overflow_bytes <= 0
+
+    @property
+    def most_bytes(self) -> int:
+        """The peak of the fullest device, without what the allocator reserves beyond: that comes in segments."""
+        more = self.allocator_bytes or [0] * len(self.peak_bytes)
+        return max(peak - own for peak, own in zip(self.peak_bytes, more, strict=True))
 
     def tensors_of(self, devices: Sequence[Device]) -> Iterator[tuple[int, int]]:
         """Yield of each rank what its tensors hold at the peak, and the room that its device has for them."""
@@ -102,10 +111,27 @@ class Judge:
 
     def measure(self, candidate: Candidate) -> Simulated:
         """Step time and peak memory of a candidate, as its programs have them."""
-        carried = self.carry(candidate)
+        return self.judged(candidate, self.carry(candidate))
+
+    def judged(self, candidate: Candidate, carried: Carried) -> Simulated:
+        """The figures of what ``candidate`` became, which is kept if nothing that is fits and is faster."""
         found = self.simulated(candidate, carried.realized)
+        if found.fits and (self._kept is None or found.step_seconds <= self._kept[1].seconds):
+            carried = self.with_allocator(carried)
+            found = self.simulated(candidate, carried.realized)
         self.keep(candidate, carried, found.fits)
         return found
+
+    @phase("allocator")
+    def with_allocator(self, carried: Carried) -> Carried:
+        """Return ``carried`` with what torch's allocator reserves beside its tensors: of what may be chosen, not of all."""
+        own, realized = carried.candidate, carried.realized
+        if realized.step.allocator_bytes or all(d.kind != "cuda" for d in self.cluster.devices):
+            return carried
+        more = reserved(self.graph, self.costs, self.cluster, self.job, own, realized, self._stages)
+        simulation = realized.simulation.with_allocator(more)
+        step = replace(realized.step, allocator_bytes=more)
+        return Carried(own, replace(realized, step=step, simulation=simulation))
 
     def simulated(self, candidate: Candidate, realized: Realized) -> Simulated:
         """The figures of a realized candidate."""
@@ -113,7 +139,8 @@ class Judge:
         peak_bytes, beside = simulation.peak_bytes, [sum(own) for own in simulation.process]
         over = overflow_bytes(peak_bytes, self.cluster.devices)
         chance = chance_of_not_fitting(zip(peak_bytes, self.cluster.devices, strict=True))
-        return Simulated(candidate, simulation.step_seconds, peak_bytes, over, chance, beside)
+        more = realized.step.allocator_bytes
+        return Simulated(candidate, simulation.step_seconds, peak_bytes, over, chance, beside, more)
 
     def keep(self, candidate: Candidate, carried: Carried, fits: bool) -> None:
         """Remember what ``candidate`` became, if it fits and nothing faster is kept."""
@@ -123,7 +150,7 @@ class Judge:
 
     def choose(self, carried: Carried) -> None:
         """Keep ``carried``, whatever was kept before: the search is over."""
-        self._kept = carried.candidate, carried
+        self._kept = carried.candidate, self.with_allocator(carried)
 
     def kept(self, candidate: Candidate) -> Carried | None:
         """Return what ``candidate`` became, if that was kept."""
@@ -131,7 +158,7 @@ class Judge:
 
     def carried(self, candidate: Candidate) -> Carried:
         """Return what ``candidate`` became; carried through again only if it is not the one that was kept."""
-        return self.kept(candidate) or self.carry(candidate)
+        return self.with_allocator(self.kept(candidate) or self.carry(candidate))
 
     @phase("simulation")
     def carry(self, candidate: Candidate, segmentation: Segmentation | None = None) -> Carried:

@@ -38,6 +38,8 @@ class ProcessBytes(NamedTuple):
     """The driver's context."""
     communicators: int = 0
     """NCCL's communicators."""
+    allocator: int = 0
+    """The part that torch's allocator reserves beyond the tensors, at their peak (``passes.lower.reserved``)."""
 
 
 def communicators_of_leaders(

@@ -17,7 +17,7 @@ Charged to a rank (times are of the simulated instructions; bytes are multiplied
                                backward                              the producer's backward
     a gradient, where received the receive is posted                 end of the producer's backward
     made by the optimizer      start of its step                     its end
-    beside tensors             always: the driver's context, communicators
+    beside tensors             always: the driver's context, communicators, what the allocator reserves
 
 A consumer is done with a value at the end of its last backward half: autograd may have saved it. So ``saved_bytes``
 must not count values between segments again.

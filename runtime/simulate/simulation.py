@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Hashable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -72,6 +72,20 @@ class Simulation:
     @property
     def peak_bytes(self) -> tuple[int, ...]:
         return tuple(curve.peak_bytes for curve in self.memory)
+
+    def with_allocator(self, more_bytes: Sequence[int]) -> Simulation:
+        """Return the same with what torch's allocator reserves on each rank beyond its tensors."""
+        process = self.process or (ProcessBytes(),) * len(more_bytes)
+        return replace(
+            self,
+            memory=tuple(
+                replace(curve, bytes_held=curve.bytes_held + more)
+                for curve, more in zip(self.memory, more_bytes, strict=True)
+            ),
+            process=tuple(
+                own._replace(allocator=more) for own, more in zip(process, more_bytes, strict=True)
+            ),
+        )
 
     @property
     def message_count(self) -> int:

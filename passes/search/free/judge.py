@@ -36,9 +36,7 @@ class ListJudge(Judge):
     def measure(self, candidate: Candidate) -> Simulated:
         """Measure step time and peak memory of a candidate."""
         carried = self.schedule(candidate, self.segmentation(candidate), "list-split")
-        simulated = self.simulated(candidate, carried.realized)
-        self.keep(candidate, carried, simulated.fits)
-        return simulated
+        return self.judged(candidate, carried)
 
     def finished(self, candidate: Candidate, left_seconds: float = math.inf) -> Carried:
         """Carry ``candidate`` through under the better schedule: that with whole backwards, where it takes as long."""

@@ -10,7 +10,7 @@ from cost_models.cluster import ClusterSpec
 from cost_models.errors import InfeasibleError
 from partitioner import Plan, partition
 
-WIDTHS = (256, 1024, 512, 1536, 256, 2048, 512, 512)
+WIDTHS = tuple(8 * width for width in (256, 1024, 512, 1536, 256, 2048, 512, 512))
 STATE_BYTES = 16  # parameters, gradients, two moments
 
 
@@ -28,7 +28,8 @@ class Net(nn.Module):
 
 def planned(strategy: str, optimizer: str, bytes_per_parameter: float, kind: str = "cuda") -> Plan:
     """Plan for two devices with room for so many bytes of each parameter together."""
-    model = Net()
+    with torch.device("meta"):
+        model = Net()
     parameters = sum(p.numel() for p in model.parameters())
     device = {
         "kind": kind,
@@ -42,7 +43,7 @@ def planned(strategy: str, optimizer: str, bytes_per_parameter: float, kind: str
     return partition(
         model,
         cluster,
-        example_inputs={"x": torch.randn(4, 256)},
+        example_inputs={"x": torch.randn(4, WIDTHS[0])},
         batch_size=4,
         strategy=strategy,
         optimizer_memory=optimizer,

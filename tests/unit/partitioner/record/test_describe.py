@@ -92,8 +92,8 @@ def test_what_an_expert_asks_for_is_said(plan: Plan) -> None:
 
 def test_baselines_say_whether_they_fit() -> None:
     small = TWO.to_dict()
-    small["nodes"][0]["device"] = {"preset": "A100-40GB", "memory": "5MiB", "memory_process": 0}
-    wide = Workload(Net(60_000), batch())
+    small["nodes"][0]["device"] = {"preset": "A100-40GB", "memory": "460MiB", "memory_process": 0}
+    wide = Workload(Net(6_000_000), batch())
     found = partition(
         wide, ClusterSpec.model_validate(small), batch_size=16, optimizer_memory="none", strategy="layer"
     ).alternatives

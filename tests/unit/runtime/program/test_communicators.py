@@ -70,5 +70,5 @@ def test_a_process_holds_its_context_and_its_groups_communicators() -> None:
     (first, uses), *_ = communicators_of_leaders(groups).items()
     assert first == 0
     own = sum(communicator_bytes(ranks, cluster, use) for (_, ranks), use in uses.items())
-    assert held[0] == held[1] == (cluster.devices[0].context_bytes, own + CODE_BYTES)
-    assert held[4:] == ((0, 0),) * 4
+    assert held[0] == held[1] == (cluster.devices[0].context_bytes, own + CODE_BYTES, 0)
+    assert held[4:] == ((0, 0, 0),) * 4
