@@ -43,8 +43,9 @@ from partitioner.planning.options import RISK
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs/accuracy.md"
 SCORES = ROOT / "benchmarks/data/parallel_scores.csv"
+GRID = "nanotron-grid"
 SOURCES = {
-    "nanotron-grid": "nanotron, Ultra-Scale Playbook",
+    GRID: "nanotron, Ultra-Scale Playbook",
     "mosaic": "llm-foundry, FSDP",
     HELD_OUT + "mosaic": "llm-foundry, nothing fitted on it",
     "bigscience": "Megatron-DeepSpeed, BLOOM's search",
@@ -275,7 +276,7 @@ def page(date: str, scores: Sequence[Score]) -> str:
     without = [score for score in scores if score.source.startswith(HELD_OUT)]
     honest = [score for score in as_ran if score.source not in FITTED_ON] + without
     sources = _grouped(scores, lambda score: [score.source])
-    grid = sources.get("nanotron-grid", [])
+    grid = sources.get(GRID, [])
     parts = [
         ABOUT.format(
             date=date,
@@ -284,13 +285,10 @@ def page(date: str, scores: Sequence[Score]) -> str:
             sampled=f"of those with memory or step, {len(grid)} evenly taken ones",
         ),
         "## By kind of plan\n\n" + HEAD,
-        *(
-            line(kind, group)
-            for kind in KINDS
-            if (group := _grouped(as_ran, lambda score: score.kinds.split(", ")).get(kind))
-        ),
+        *_by_kind(as_ran, ""),
         line("**all**", as_ran),
         line("**all, nothing fitted**", honest),
+        *_by_kind([score for score in as_ran if score.source != GRID], ", without the grid"),
         "\n## By tokens of a micro-batch that a shard has\n\n" + HEAD,
         *(line(name, group) for name, group in sorted(_grouped(as_ran, _by_tokens).items(), key=_least)),
         "\n## By source\n\n" + HEAD,
@@ -309,6 +307,11 @@ def page(date: str, scores: Sequence[Score]) -> str:
         *map(_row, as_ran),
     ]
     return "\n".join(parts) + "\n"
+
+
+def _by_kind(scores: Sequence[Score], words: str) -> Iterator[str]:
+    groups = _grouped(scores, lambda score: score.kinds.split(", "))
+    yield from (line(kind + words, groups[kind]) for kind in KINDS if kind in groups)
 
 
 def _by_tokens(score: Score) -> list[str]:

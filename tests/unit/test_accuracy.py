@@ -29,6 +29,8 @@ def test_a_page_sets_apart_what_was_fitted_on():
     assert "| **all** | 2 | 10.0%" in text
     assert "| **all, nothing fitted** | 2 | 55.0%" in text
     assert "| llm-foundry, FSDP | 1 | 0% | 100% |" in text
+    assert "| ZeRO | 2 |" in text
+    assert "| ZeRO, without the grid | 1 |" in text
     assert "| 1,024 to 4,095 | 2 | 10.0%" in text
     assert text.count("| mpt |") == 1
 
