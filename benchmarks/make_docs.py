@@ -3,6 +3,7 @@
 docs/*.schema.json                                  the JSON Schemas of plans, clusters and cost graphs
 docs/architecture.md, between ROOMS and END         the table of rooms: purposes from their ``__init__.py``, modules
 docs/presets.md, between TABLES and TABLES_END      devices, links and machines by name, with sources
+docs/10-….md, docs/evidence.md                      errors of published runs, from benchmarks/residuals.csv
 docs/how-to/what-fits.md                            what ``benchmarks.what_fits`` stored
 docs/accuracy.md                                    predictions beside published parallel runs, from stored scores
 ```console blocks of docs/09-plan-and-cli.md        commands (``$ …``) are run, what they print is put below them
@@ -27,7 +28,7 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from benchmarks import what_fits
+from benchmarks import published_figures, what_fits
 from benchmarks.accuracy import PAGE as ACCURACY
 from benchmarks.accuracy import page_now
 from benchmarks.preset_tables import preset_tables
@@ -43,6 +44,8 @@ DOCS = ROOT / "docs"
 PAGE = DOCS / "09-plan-and-cli.md"
 ARCHITECTURE = DOCS / "architecture.md"
 PRESETS = DOCS / "presets.md"
+PREDICTION = DOCS / "10-calibration-and-prediction.md"
+EVIDENCE = DOCS / "evidence.md"
 TABLES, TABLES_END = "<!-- presets: made by `make generated` -->", "<!-- end of presets -->"
 ROOMS, END = "<!-- rooms: made by `make generated` -->", "<!-- end of rooms -->"
 SHORT_FORMS = ("DeviceSpec", "LinkSpec", "NodeLinks", "NetworkSpec")
@@ -102,6 +105,12 @@ def files() -> dict[Path, str]:
         ACCURACY: page_now(),
         PRESETS: _between(PRESETS, TABLES, preset_tables(), TABLES_END),
         what_fits.PAGE: what_fits.page(),
+        PREDICTION: _between(
+            PREDICTION, published_figures.START, published_figures.table(), published_figures.END
+        ),
+        EVIDENCE: _between(
+            EVIDENCE, published_figures.START, published_figures.sentences(), f"  {published_figures.END}"
+        ),
     }
 
 

@@ -363,7 +363,7 @@ def _path_text(path: Path) -> str:
 
 def _check_count(count: int, what: str) -> None:
     if isinstance(count, bool) or not isinstance(count, int) or not 1 <= count <= 65536:
-        raise ClusterError(f"cannot make a cluster of {count} {what}", [f"expected 1 to 65536 {what}"])
+        raise ClusterError(f"cannot make a cluster of {count} {what}", ["expected 1 to 65536, as in NAME:2"])
 
 
 def _model_of(node: NodeSpec) -> str:

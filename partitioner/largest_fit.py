@@ -88,10 +88,10 @@ def largest_offer(
     wanted.check_mesh(cluster)
     if isinstance(traced, OpGraph):
         found = largest_batch(Plan, traced, cluster, wanted, precision, **limits)
-        return Offer(model_info(traced), cluster, found.plan, None, found.why, True, found.beyond)
+        return Offer(model_info(traced), cluster, found.plan, None, found.why, found.ways, True, found.beyond)
     found = largest_sequence(Plan, traced, cluster, wanted, precision, **limits)
     model = model_info(traced(found.size or first_tokens(limits)))
-    return Offer(model, cluster, found.plan, found.size or None, found.why, True, found.beyond)
+    return Offer(model, cluster, found.plan, found.size or None, found.why, found.ways, True, found.beyond)
 
 
 def first_tokens(limits: Mapping[str, int]) -> int:

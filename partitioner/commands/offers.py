@@ -91,7 +91,9 @@ def _planned(graph: OpGraph, cluster: ClusterSpec, wanted: PlanAsked) -> Offer:
         wanted.options.check_mesh(cluster)
         return Offer(model, cluster, plan_traced(graph, cluster, wanted.options, wanted.precision))
     except (ClusterError, InfeasibleError, TimeLimitError) as error:
-        return Offer(model, cluster, None, why=tuple(error.because) or (error.what,))
+        return Offer(
+            model, cluster, None, None, tuple(error.because) or (error.what,), tuple(error.suggestions)
+        )
 
 
 def _traced(model: str, of_model: ModelOptions, wanted: PlanAsked, first: int, tokens: int) -> OpGraph:

@@ -56,6 +56,8 @@ class Largest(Generic[PlanT]):
     """None where nothing fits."""
     why: tuple[str, ...] = ()
     """The reasons why nothing fits, of the smallest size."""
+    ways: tuple[str, ...] = ()
+    """Ways to make it fit, where they are known."""
     beyond: int | None = None
     """The size above, for which nothing was found that fits; None where as much fits as was asked for: more may."""
 
@@ -122,6 +124,12 @@ class _Sizes:
     def largest(self, kind: type[PlanT], shared: int, most: int) -> Largest[PlanT]:
         """Find the largest size up to ``most``. ``shared``: what a multiple of can be shared equally."""
         first = _multiple(self.least, self.step)
+        if first > most:
+            raise UsageError(
+                f"cannot look for what fits up to {most:,}",
+                [f"the smallest size is {first:,}, a multiple of {self.step:,} of {self.least:,} or more"],
+                ["a larger --most, a smaller --step, or fewer --microbatches"],
+            )
         unit = _multiple(first, math.lcm(self.step, shared))
         units, fits = largest(
             lambda count: self._found(count * unit), most // unit, partial(self._reach, 0, unit, most // unit)
@@ -140,7 +148,7 @@ class _Sizes:
             )
             fits = fits or found
         if not fits:
-            return Largest(0, None, self._nothing(first), first)
+            return Largest(0, None, *self._nothing(first), first)
         size = base + steps * self.step
         beyond = size + self.step
         return Largest(size, self._plan(kind, size), beyond=beyond if beyond <= most else None)
@@ -177,14 +185,14 @@ class _Sizes:
                     return plan
             return best_plan(kind, graph, self.cluster, [replace(request, only_fits=True)])
 
-    def _nothing(self, size: int) -> tuple[str, ...]:
-        """Say why the smallest size does not fit."""
+    def _nothing(self, size: int) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """Say why the smallest size does not fit, and what would make it fit."""
         graph, request = self.step_of(size)
         try:
             plan = best_plan(PlanData, graph, self.cluster, [request])
         except (ClusterError, InfeasibleError, TimeLimitError) as error:
-            return tuple(error.because) or (error.what,)
-        return (risk_text(plan),)
+            return tuple(error.because) or (error.what,), tuple(error.suggestions)
+        return (risk_text(plan),), () if plan.risk is None else plan.risk.ways
 
 
 def _multiple(least: int, of: int) -> int:

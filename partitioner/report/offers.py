@@ -38,6 +38,8 @@ class Offer:
     """Tokens in a sample, where this was looked for."""
     why: tuple[str, ...] = ()
     """The reasons why there is no plan."""
+    ways: tuple[str, ...] = ()
+    """Ways to make one fit, as far as they are known."""
     largest: bool = False
     """True where the largest batch, or the longest sequence, was looked for."""
     beyond: int | None = None
@@ -72,6 +74,7 @@ class Offer:
             "devices": self.cluster.world_size,
             "fits": self.plan is not None,
             "why": list(self.why),
+            "ways": list(self.ways),
             "sequence": self.tokens,
             "more_may_fit": self.more,
             "nothing_found_at": self.beyond,
@@ -160,9 +163,15 @@ def _table(offers: Sequence[Offer]) -> str:
     header += ["plan", "step", "tokens/s" if tokens else "samples/s", "fullest device", "chance"]
     header += ["$/h", f"$/M {'tokens' if tokens else 'samples'}"] if priced else []
     rows = [[_cell(offer, name) for name in header] for offer in offers]
-    refused = [f"{o.cluster.name} does not fit: {'; '.join(o.why)}" for o in offers if o.plan is None]
+    refused = [text for o in offers if o.plan is None for text in _refusal(o)]
     refused += [f"{o.cluster.name}: {text}" for o in offers if o.plan and (text := risk_text(o.plan))]
     return "\n".join([hanging(head), columns(header, rows, left=("cluster", "plan")), *map(hanging, refused)])
+
+
+def _refusal(offer: Offer) -> list[str]:
+    """Say why an offer has no plan, and what to try."""
+    why = "; ".join(offer.why).replace(":; ", ": ")
+    return [f"{offer.cluster.name} does not fit: {why}", *(f"    try: {way}" for way in offer.ways)]
 
 
 def _cell(offer: Offer, column: str) -> str:

@@ -88,7 +88,7 @@ def test_plain_data_has_no_lines() -> None:
         ("dgx-h10:8", 'there is no cluster "dgx-h10:8" (did you mean "dgx-h100"?)'),
         ("local", 'cannot read the cluster "local"\n  because: expected a number, as in "local:2"'),
         ("local:two", 'cannot read the cluster "local:two"'),
-        ("local:0", "cannot make a cluster of 0 workers\n  because: expected 1 to 65536 workers"),
+        ("local:0", "cannot make a cluster of 0 workers\n  because: expected 1 to 65536, as in NAME:2"),
         (
             "dgx-h100:-1",
             'cannot read the cluster "dgx-h100:-1"\n  because: expected a number, as in "dgx-h100:2"',

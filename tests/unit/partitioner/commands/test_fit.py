@@ -72,6 +72,7 @@ def test_the_table_says_what_does_not_fit(tmp_path: Path, capsys: Capture) -> No
     assert text.startswith("net: 80,400 parameters, 314 KiB\n")
     assert "tiny does not fit: " in text
     assert "short" in text
+    assert "    try: " in text
     assert "does not fit" in printed(capsys, *call, tiny, code=4)
 
 
@@ -113,6 +114,8 @@ def test_what_to_rent(tmp_path: Path, capsys: Capture) -> None:
         (["fit", NET, "--cluster", "local:1", "--largest", "model"], "neither batch nor sequence"),
         (["fit", NET, "--cluster", "local:1", "--most", "0"], "most is 0, expected 1 or more"),
         (["fit", NET, "--cluster", "local:1", "--largest", "sequence", "--seq", "8"], "--seq 8 gives it"),
+        (["fit", NET, "--cluster", "local:1", "--most", "8", "--step", "16"], "the smallest size is 16"),
+        (["fit", NET, "--cluster", "RTX4090:0,1"], "as in NAME:2"),
         (["fit", NET, "--cluster", "local:1", "--objective", "usd"], "none of local:1 has a price"),
         (["plan", NET, "--batch-size", "8", "--cluster", "local:1,2", "--timings"], "of one plan"),
     ],
