@@ -114,7 +114,7 @@ def _memory_bytes(preset: str) -> int:
 def score_of(item: Compared, held_out: bool) -> Score:
     """Return what the page needs of a row."""
     row, made = item.row, item.predicted
-    whole = made.peaks[2] + made.communicators[2] + made.context_bytes
+    whole = made.peaks[2] + made.allocators[2] + made.communicators[2] + made.context_bytes
     return Score(
         row["id"],
         HELD_OUT * held_out + row["source_id"],
@@ -266,7 +266,8 @@ READING = """\
   steps is {full_error:.1%}, of the others {other_error:.1%}. An allocator
   that is so full frees memory and asks for it anew, which no prediction has.
 - **Published peaks that count what an allocator reserved**, nanotron's and Megatron-DeepSpeed's, are predicted too
-  small by a tenth to a sixth; what it allocated, Megatron-LM's, by a twentieth. Reserving is not predicted.
+  small by a tenth to a sixth; what it allocated, Megatron-LM's, by a twentieth. Predictions that were made before plans
+  counted what torch reserves beyond tensors, as those of {date} were, are of tensors alone.
 """
 
 
@@ -300,7 +301,7 @@ def page(date: str, scores: Sequence[Score]) -> str:
             for source, group in _grouped(as_ran, lambda score: [score.source]).items()
         ),
         _fit_line("**all**", as_ran),
-        "\n" + _reading(sources.get("mosaic", [])),
+        "\n" + _reading(date, sources.get("mosaic", [])),
         "## Every run\n\n"
         "| run | kind | step, predicted | published | error | peak, predicted | published | error |\n"
         "|---|---|--:|--:|--:|--:|--:|--:|",
@@ -332,7 +333,7 @@ def _fit_line(name: str, scores: Sequence[Score]) -> str:
     return f"| {name} | {count} | {safe:.0%} | {fitting:.0%} |"
 
 
-def _reading(scores: Sequence[Score]) -> str:
+def _reading(date: str, scores: Sequence[Score]) -> str:
     full, other = (
         [
             abs(score.step_error)
@@ -342,6 +343,7 @@ def _reading(scores: Sequence[Score]) -> str:
         for above in (True, False)
     )
     return READING.format(
+        date=date,
         full=len(full),
         share=FULL,
         full_error=statistics.median(full or [0.0]),

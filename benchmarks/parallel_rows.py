@@ -19,6 +19,7 @@ from typing import Any, Literal, TypeAlias
 import torch
 
 from benchmarks.parallel_models import Decoder
+from benchmarks.residuals import Counts
 from cost_models.cluster import ClusterSpec
 from cost_models.precision import Precision
 from cost_models.spec.presets import MACHINE_NETWORKS
@@ -57,8 +58,10 @@ class AsRun:
     place: Literal["first", "last", "fullest"] = "fullest"
     held_bytes: int = 0
     """Tensors that its framework holds on that device beside those of a plan of ours."""
+    counts: Counts = "allocated"
+    """What the published memory is of: tensors; what the allocator reserves for them; or that and what is beside torch."""
     context_bytes: int = 0
-    """CUDA's context where the published number is the driver's count, which has NCCL's communicators too."""
+    """CUDA's context, where it is the driver's count."""
 
     def cluster(self) -> ClusterSpec:
         """Return its devices, with room for whatever the plan needs."""

@@ -48,13 +48,15 @@ LEAST_MFU_PERCENT = 10.0
 class Predicted:
     """The prediction of one row. Bytes are of the first, the last and the fullest device.
 
-    ``peaks``: tensors. ``communicators``, and ``context_bytes`` of each device: what the driver counts beside them.
+    ``peaks``: tensors. ``allocators``: what torch reserves beyond them; of predictions from before plans had it, nothing.
+    ``communicators``, and ``context_bytes`` of each device: what the driver counts beside both.
     """
 
     id: str
     key: str
     step_seconds: float = 0.0
     peaks: tuple[float, float, float] = (0.0, 0.0, 0.0)
+    allocators: tuple[float, float, float] = (0.0, 0.0, 0.0)
     communicators: tuple[float, float, float] = (0.0, 0.0, 0.0)
     context_bytes: float = 0.0
     kind: str = ""
@@ -84,7 +86,9 @@ class Compared:
         """The predicted memory that was published: of the device it is of, with what the number counts beside tensors."""
         place = ("first", "last", "fullest").index(self.run.place)
         peak = self.predicted.peaks[place] + self.run.held_bytes
-        if self.run.context_bytes:
+        if self.run.counts != "allocated":
+            peak += self.predicted.allocators[place]
+        if self.run.counts == "driver":
             peak += self.predicted.communicators[place] + self.run.context_bytes
         return peak
 
@@ -160,6 +164,7 @@ def predicted(row: ParallelRow, run: AsRun) -> Predicted:
         key_of(run),
         plan.prediction.step_seconds,
         tuple(float(part["tensors"]) for part in three),  # type: ignore[arg-type]
+        tuple(float(part.get("allocator", 0)) for part in three),  # type: ignore[arg-type]
         tuple(float(part.get("communicators", 0)) for part in three),  # type: ignore[arg-type]
         float(parts[0].get("context", 0)),
         intervals.kind,

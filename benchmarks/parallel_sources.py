@@ -79,6 +79,7 @@ def _nanotron(row: ParallelRow) -> AsRun:
         borders=borders,
         optimizer="fused-adamw",
         place="first",
+        counts="reserved",
         network=EFA,
     )
 
@@ -145,6 +146,7 @@ def _bigscience(row: ParallelRow) -> AsRun:
         optimizer="fused-adamw",
         precision=precision,
         network=FOUR_CARDS,
+        counts="driver",
         context_bytes=SMI_CONTEXT_BYTES,
     )
 

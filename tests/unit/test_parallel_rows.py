@@ -75,9 +75,11 @@ def test_deepspeed_fills_stages_from_the_first_and_may_count_embeddings_as_layer
     assert full_borders(70, 12, ends=True) == [f"blocks.{5 + 6 * i}" for i in range(11)]  # 5, 6, ..., 5
 
 
-def test_the_drivers_count_has_communicators_and_the_context():
-    run = as_run(BLOOM)
-    made = Predicted("bs", "", peaks=(57 * GIB, GIB, 57 * GIB), communicators=(0.4 * GIB, 0.0, 0.4 * GIB))
+def test_each_published_number_is_compared_with_what_it_counts():
+    run, part = as_run(BLOOM), (0.2 * GIB, 0.0, 0.2 * GIB)
+    made = Predicted("bs", "", peaks=(57 * GIB, GIB, 57 * GIB), allocators=part, communicators=part)
+    assert Compared(GOLDEN, as_run(GOLDEN), made).peak_bytes == GIB
+    assert Compared(ROW, as_run(ROW), made).peak_bytes == pytest.approx(57.2 * GIB)
     assert Compared(BLOOM, run, made).memory_error == pytest.approx(0, abs=1e-6)
     in_fp32 = as_run({**BLOOM, "precision": "bf16, fp32 grad accumulation"})
     assert in_fp32.held_bytes == 2 * (12 * 5 * 14336 + 250880) * 14336 // 4
