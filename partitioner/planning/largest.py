@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Generic
@@ -150,8 +149,11 @@ class _Sizes:
         if not fits:
             return Largest(0, None, *self._nothing(first), first)
         size = base + steps * self.step
+        plan = self._plan(kind, size)
+        if plan is None:  # it was kept from a smaller size, and no search finds it here
+            return replace(self, keeps=False).largest(kind, shared, most)
         beyond = size + self.step
-        return Largest(size, self._plan(kind, size), beyond=beyond if beyond <= most else None)
+        return Largest(size, plan, beyond=beyond if beyond <= most else None)
 
     def _found(self, size: int) -> Outcome | None:
         """Return something that fits, None if nothing is found."""
@@ -175,15 +177,23 @@ class _Sizes:
             most,
         )
 
-    def _plan(self, kind: type[PlanT], size: int) -> PlanT:
-        """Plan a size with which something fits: as fast as can be, or what was found if the search then ends without."""
+    def _plan(self, kind: type[PlanT], size: int) -> PlanT | None:
+        """Plan a size with which something fits: as fast as can be, or what was found if the search then ends without.
+
+        None where no search finds what was kept from a smaller size.
+        """
         graph, request = self.step_of(size)
+        plan: PlanT | None = None
         with collector_paused():
-            with suppress(InfeasibleError, TimeLimitError):
-                plan = best_plan(kind, graph, self.cluster, [request])
-                if not plan.is_too_risky:
-                    return plan
-            return best_plan(kind, graph, self.cluster, [replace(request, only_fits=True)])
+            for asked in (request, replace(request, only_fits=True)):
+                try:
+                    plan = best_plan(kind, graph, self.cluster, [asked])
+                    if not plan.is_too_risky:
+                        return plan
+                except (InfeasibleError, TimeLimitError):
+                    if asked.only_fits and not self.keeps:
+                        raise
+        return None if self.keeps else plan
 
     def _nothing(self, size: int) -> tuple[tuple[str, ...], tuple[str, ...]]:
         """Say why the smallest size does not fit, and what would make it fit."""

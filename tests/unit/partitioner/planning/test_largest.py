@@ -108,6 +108,15 @@ def test_one_sample_more_overflows_in_the_simulation() -> None:
     assert not larger.measure(best.candidate).fits
 
 
+def test_what_is_kept_but_not_found_again_is_searched_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    size = fitted().size
+    monkeypatch.setattr("partitioner.planning.largest.overflow_bytes", lambda *_: -1.0)
+    found = fitted()
+    assert (found.size, found.beyond) == (size, size + 1)
+    assert found.plan is not None
+    assert not found.plan.is_too_risky
+
+
 def test_devices_share_a_batch_and_hold_more() -> None:
     alone, together = fitted(), fitted(devices=4, strategy="hybrid")
     assert together.size > 3 * alone.size
