@@ -132,7 +132,7 @@ def _cell(row: Mapping[str, Any], column: str) -> str:
     if column == "USD per hour":
         return f"{row['usd_per_hour']:.2f}"
     if not row["fits"]:
-        return f"nothing: {'; '.join(row['why'])}" if column == "plan" else "-"
+        return f"nothing: {'; '.join(row['why']).replace(':; ', ': ')}" if column == "plan" else "-"
     match column:
         case "batch":
             return f"{row['batch_size']:,}{'+' if row['more_may_fit'] and row['nothing_found_at'] else ''}"
@@ -146,7 +146,7 @@ def _cell(row: Mapping[str, Any], column: str) -> str:
             return f"{format_bytes(row['peak_memory_bytes'])} of {format_bytes(row['memory_bytes'])}"
         case "chance":
             return f"{row['chance_of_not_fitting']:.0%}"
-    return f"{row['usd_per_million_tokens']:.2f}"
+    return f"{row['usd_per_million_tokens']:.3f}"
 
 
 def main(names: Iterable[str]) -> None:
