@@ -1,4 +1,4 @@
-"""Hand-tuned configurations of public recipes, each planned with one ``fix`` line: what they take by our own prediction.
+"""Hand-tuned configurations of public recipes, each planned with one ``fix`` line, beside the step that was published.
 
     python -m benchmarks.hand_configurations [--only 70b] [--search] [--json rows.json]
 
@@ -10,8 +10,14 @@ computed some ops of each block again ("selective"), or nothing on cards of more
 stages that would not fit compute all of their blocks again, which is leaner and slower than the source.
 
 Sources: torchtitan (its benchmark of December 2024, on H100s with 96 GB), The Llama 3 Herd of Models
-(arXiv 2407.21783, section 3.3: 126 layers in 128 parts of 16 ranks, nothing computed again), Megatron-LM's published
-configurations, Narayanan et al. 2021 (arXiv 2104.04473, table 1).
+(arXiv 2407.21783, section 3.3 and table 4: 126 layers in 128 parts of 16 ranks, nothing computed again), Megatron-LM's
+published configurations, Narayanan et al. 2021 (arXiv 2104.04473, table 1).
+
+What they published is a rate; the step is what it makes of the batch:
+
+    torchtitan    tokens per second and GPU, compiled: batch · tokens / (rate · GPUs)
+    Llama 3       FLOP/s per GPU: 6 · parameters · tokens / (rate · GPUs), attention left out, which is at most 8% more
+    Megatron-LM   FLOP/s per GPU: equation 3, 96·B·s·l·h² (1 + s/6h + V/16lh) / (rate · GPUs), forward counted twice
 """
 
 from __future__ import annotations
@@ -19,13 +25,13 @@ from __future__ import annotations
 import argparse
 import json
 import resource
-import tempfile
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
+from benchmarks.parallel_models import Decoder, decoder
 from cost_models.cluster import ClusterSpec
 from cost_models.errors import PartitionerError
 from cost_models.room import FILLS
@@ -36,6 +42,8 @@ from passes.graph.graph import OpGraph
 
 VOCABULARY = 51_200
 """Tokens of Megatron's GPT models, padded."""
+DROPOUT = 0.1
+"""Megatron-LM's default, of attention and hidden states. Its kernels are fused as those of ``Decoder`` stand for."""
 
 
 @dataclass(frozen=True)
@@ -51,6 +59,8 @@ class Row:
     batch: int
     fix: str
     recomputed: Literal["", "none", "selective", "full"] = ""
+    published_seconds: float | None = None
+    """A step as its source has it; None where it published none in 16 bits."""
 
     @property
     def name(self) -> str:
@@ -58,36 +68,53 @@ class Row:
         if isinstance(self.model, str):
             return self.model
         layers, width, _ = self.model
-        return f"gpt {layers}x{width}"
+        return f"gpt {layers}x{width}, fused"
 
 
-def _gpt(layers: int, width: int, heads: int, devices: int, batch: int, tensor: int, pipeline: int) -> Row:
-    data = devices // (tensor * pipeline)
+def _gpt(
+    layers: int, width: int, heads: int, devices: int, batch: int, tensor: int, pipeline: int, teraflops: int
+) -> Row:
+    """Return a row of Megatron-LM's table. ``teraflops``: published, per second and GPU."""
+    data, seq = devices // (tensor * pipeline), 2048
     fix = f"pipeline={pipeline} tensor={tensor} data={data} microbatch=1 recompute=full"
-    return Row((layers, width, heads), 2048, f"dgx-a100:{devices // 8}", batch, fix, "full")
+    rest = 1 + seq / (6 * width) + VOCABULARY / (16 * layers * width)
+    flops = 96 * batch * seq * layers * width**2 * rest
+    published = flops / (devices * teraflops * 1e12)
+    return Row((layers, width, heads), seq, f"dgx-a100:{devices // 8}", batch, fix, "full", published)
+
+
+def _of_llama(parameters: float, batch: int, teraflops: int) -> float:
+    """Return the seconds of Llama 3's step of 8,192 tokens on 16,384 devices."""
+    return 6 * parameters * batch * 8192 / (16_384 * teraflops * 1e12)
+
+
+def _tokens(batch: int, seq: int, devices: int, rate: float) -> float:
+    """Return the seconds of a step at so many tokens per second and device."""
+    return batch * seq / (rate * devices)
 
 
 WIDE = "data=8 tensor=8 zero=1 microbatch=1 recompute=full"
-META = "tensor=8 data=128 zero=1 microbatch=1 recompute=auto"
+META = "pipeline=16 interleave=8 tensor=8 data=128 zero=1 microbatch=1 recompute=auto"
+FSDP = "zero=3 microbatch=2 recompute=auto"
 ROWS = (
     Row("llama-70b", 8192, "dgx-h100:8", 128, "pipeline=8 interleave=5 tensor=4 microbatch=1"),
-    Row("llama-8b", 8192, "dgx-h100:1", 16, "data=8 zero=3 microbatch=2 recompute=auto", "selective"),
-    Row("llama-8b", 8192, "dgx-h100:16", 256, "data=128 zero=3 microbatch=2 recompute=auto", "selective"),
+    Row("llama-8b", 8192, "dgx-h100:1", 16, f"data=8 {FSDP}", "selective", _tokens(16, 8192, 8, 6667)),
+    Row("llama-8b", 8192, "dgx-h100:16", 256, f"data=128 {FSDP}", "selective", _tokens(256, 8192, 128, 6514)),
     Row("llama-70b", 8192, "dgx-h100:32", 512, "data=32 tensor=8 zero=3 microbatch=16 recompute=full", "full"),
     Row("llama-405b", 8192, "dgx-h100:64", 256, f"pipeline=8 {WIDE}", "full"),
     Row("llama-405b", 8192, "dgx-h100:64", 256, f"pipeline=8 interleave=2 {WIDE}", "full"),
-    Row("llama-405b", 8192, "dgx-h100:2048", 2048, f"pipeline=16 interleave=8 {META}", "none"),
+    Row("llama-405b", 8192, "dgx-h100:2048", 2048, META, "none", _of_llama(405.9e9, 2048, 400)),
     Row((96, 12_288, 96), 2048, "dgx-h100:64", 2048, "pipeline=8 interleave=6 sequence=4 data=16 microbatch=2"),
-    _gpt(24, 2304, 24, 32, 512, 1, 1),
-    _gpt(30, 3072, 32, 64, 512, 2, 1),
-    _gpt(36, 4096, 32, 128, 512, 4, 1),
-    _gpt(40, 6144, 48, 256, 1024, 8, 1),
-    _gpt(48, 8192, 64, 512, 1536, 8, 2),
-    _gpt(60, 10_240, 80, 1024, 1792, 8, 4),
-    _gpt(80, 12_288, 96, 1536, 2304, 8, 8),
-    _gpt(96, 16_384, 128, 1920, 2160, 8, 16),
-    _gpt(105, 20_480, 128, 2520, 2520, 8, 35),
-    _gpt(128, 25_600, 160, 3072, 3072, 8, 64),
+    _gpt(24, 2304, 24, 32, 512, 1, 1, 137),
+    _gpt(30, 3072, 32, 64, 512, 2, 1, 138),
+    _gpt(36, 4096, 32, 128, 512, 4, 1, 142),
+    _gpt(40, 6144, 48, 256, 1024, 8, 1, 135),
+    _gpt(48, 8192, 64, 512, 1536, 8, 2, 138),
+    _gpt(60, 10_240, 80, 1024, 1792, 8, 4, 140),
+    _gpt(80, 12_288, 96, 1536, 2304, 8, 8, 148),
+    _gpt(96, 16_384, 128, 1920, 2160, 8, 16, 155),
+    _gpt(105, 20_480, 128, 2520, 2520, 8, 35, 163),
+    _gpt(128, 25_600, 160, 3072, 3072, 8, 64, 163),
 )  # fmt: skip
 
 
@@ -96,14 +123,8 @@ def traced(row: Row) -> OpGraph:
     if isinstance(row.model, str):
         return as_graph(load_workload(row.model, settings={}, seq=row.seq, dtype="bfloat16"))
     layers, width, heads = row.model
-    config = {
-        "model_type": "gpt2", "architectures": ["GPT2LMHeadModel"], "n_layer": layers, "n_embd": width, "n_head": heads,
-        "n_positions": row.seq, "vocab_size": VOCABULARY, "attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0,
-    }  # fmt: skip
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "config.json"
-        path.write_text(json.dumps(config))
-        return as_graph(load_workload(f"hf:{path}", settings={}, seq=row.seq, dtype="bfloat16"))
+    shape = Decoder("gpt", layers, width, heads, heads, 4 * width, VOCABULARY, row.seq, tied=True)
+    return as_graph(decoder(replace(shape, attention="softmax", dropout=DROPOUT)))
 
 
 def measured(rows: list[Row], *, search: bool) -> Iterator[dict[str, object]]:
@@ -116,6 +137,7 @@ def measured(rows: list[Row], *, search: bool) -> Iterator[dict[str, object]]:
             "batch": row.batch,
             "fix": row.fix,
             "recomputed": row.recomputed,
+            "published_seconds": row.published_seconds,
             **_planned(graph, row, row.fix),
         }
         if search:
@@ -159,9 +181,12 @@ def line(row: dict[str, object]) -> str:
     if "refused" in row:
         refused = row["refused"]
         assert isinstance(refused, list)
-        return f"{head} {'; '.join(refused[:3])} | | | | {row['planning_seconds']} |"
+        return f"{head} {'; '.join(refused[:3])} | | | | | | {row['planning_seconds']} |"
+    seconds, published = row["step_seconds"], row["published_seconds"]
+    assert isinstance(seconds, float)
+    beside = f"{published:.2f} s | {seconds / published - 1:+.0%}" if isinstance(published, float) else " | "
     return (
-        f"{head} {row['step_seconds']:.2f} s | {row['mfu']:.1%} | {row['peak_gib']:.1f} GiB | {row['bubble']:.1%} | "
+        f"{head} {seconds:.2f} s | {beside} | {row['mfu']:.1%} | {row['peak_gib']:.1f} GiB | {row['bubble']:.1%} | "
         f"{row['planning_seconds']} |"
     )
 
@@ -190,7 +215,8 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="append a line of JSON per row")
     given = parser.parse_args()
     rows = [row for row in ROWS if given.only in f"{row.name} {row.cluster} {row.fix}"]
-    head = "model | devices | batch | fix | again there | step | MFU | fullest device | bubble | planning, s"
+    head = "model | devices | batch | fix | again there | step | published | off | MFU"
+    head += " | fullest device | bubble | planning, s"
     if given.search:
         head = "model | devices | batch | by hand | found | faster | MFU | fullest device | gap | plan | planning, s"
     print(f"| {head} |\n|" + "---|" * (head.count("|") + 1))
