@@ -26,6 +26,6 @@ STEP_SECONDS: Mapping[tuple[PlanKind, RateSource], Spread] = {
 }
 
 PEAK_BYTES: Mapping[CountedKind, Spread] = {
-    "cuda": Spread(center=0.0663, scale=0.1120, freedom=7, runs=283, sources=6),
-    "cpu": Spread(center=-0.0159, scale=0.0505, freedom=10, runs=48, sources=9),
+    "cuda": Spread(center=0.0578, scale=0.1095, freedom=7, runs=283, sources=6),
+    "cpu": Spread(center=-0.0164, scale=0.0499, freedom=10, runs=48, sources=9),
 }
