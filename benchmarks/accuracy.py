@@ -246,7 +246,7 @@ on. Of the grid of the Playbook, which is one iteration each, only steps of at l
 
 Published peaks are of unlike kinds: what torch's allocator reserved on the first stage (nanotron), allocated on the
 last (Megatron-LM), the driver's count (Megatron-DeepSpeed, with the context and NCCL's communicators). Predicted is
-what is allocated.
+the same, but for Megatron-DeepSpeed's (see how to read it).
 """
 FIT = """
 ## Would they fit?
@@ -265,9 +265,9 @@ READING = """\
 - {full} of llm-foundry's runs would fill more than {share:.0%} of the memory by prediction: the median error of their
   steps is {full_error:.1%}, of the others {other_error:.1%}. An allocator
   that is so full frees memory and asks for it anew, which no prediction has.
-- **Published peaks that count what an allocator reserved**, nanotron's and Megatron-DeepSpeed's, are predicted too
-  small by a tenth to a sixth; what it allocated, Megatron-LM's, by a twentieth. Predictions that were made before plans
-  counted what torch reserves beyond tensors, as those of {date} were, are of tensors alone.
+- **Published peaks that count what an allocator reserved**: nanotron's are predicted with it. Megatron-DeepSpeed's were
+  predicted before plans counted it, and are too small by a sixth. What it allocated, Megatron-LM's, is predicted too
+  small by a twentieth.
 """
 
 
