@@ -16,6 +16,7 @@ from partitioner.record.outline import ModelOutline
 from partitioner.record.sharding import StageSharding
 from passes.lower.crossing import Bridge
 from passes.search.certificate import Alternative
+from passes.search.words import RecomputeMode
 from passes.split.split import Split
 
 
@@ -236,7 +237,7 @@ class PlanFields(PlanFile):
     opaque: tuple[str, ...] = Field(
         default=(), description="paths of modules that were asked to run whole, as one op each"
     )
-    recompute: Literal["none", "gathers", "selective", "full", "auto"] = Field(
+    recompute: RecomputeMode = Field(
         description="whether backward may compute blocks' activations again: auto, where memory asks for it"
     )
     splits: tuple[Split, ...] = Field(

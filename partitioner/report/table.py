@@ -171,9 +171,7 @@ def recompute_line(plan: PlanData) -> list[str]:
     """Say which blocks backward computes again, and what that costs; nothing if there is none."""
     stages = [stage for stage in plan.stages if stage.recomputed_blocks]
     if not stages and plan.recompute == "selective":
-        return [
-            labelled("recompute", "nothing: the model's attention is one fused op, which keeps no scores")
-        ]
+        return [labelled("recompute", "nothing: no attention here keeps scores; one fused op keeps none")]
     if not stages:
         return []
     blocks = list(dict.fromkeys(name for stage in stages for name in stage.recomputed_blocks))

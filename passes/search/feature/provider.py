@@ -66,13 +66,13 @@ class MeshProvider:
     def _modes(self) -> list[tuple[str, ...]]:
         """List what backward may compute again, cheapest first."""
         every = tuple(dict.fromkeys(block_of(self.judge.graph).values()))
+        attention: list[tuple[str, ...]] = [(SELECTIVE,)] if attention_of(self.judge.graph) else []
         modes: dict[RecomputeMode | None, list[tuple[str, ...]]] = {
             "none": [()],
             "gathers": [(GATHERS,)],
-            "selective": [(SELECTIVE,)],
+            "selective": attention or [()],
             "full": [every],
         }
-        attention = [(SELECTIVE,)] if attention_of(self.judge.graph) else []
         return list(dict.fromkeys(modes.get(self.request.recompute, [(), (GATHERS,), *attention, every])))
 
     def proposals(

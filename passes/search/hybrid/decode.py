@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from cost_models.layout import Mesh
-from passes.graph.blocks import SELECTIVE
+from passes.graph.blocks import SELECTIVE, attention_of
 from passes.graph.graph import OpGraph
 from passes.graph.nodes import is_size
 from passes.lower.candidate import Candidate
@@ -63,7 +63,7 @@ def decoded(
     stages = [StageRecipe(*each) for each in zip(pipeline.starts, ends, groups, stages_steps, strict=True)]
     blocks = tuple(
         tuple(dict.fromkeys(pieces.blocks[s.first + at] for at, step in enumerate(s.steps) if step.again))
-        + ((within,) if within == SELECTIVE or (within and len(s.ranks) > 1) else ())
+        + _within(pieces, s, within)
         for s in stages
     )
     shared = {number: _sharded(pieces, s) for number, s in enumerate(stages) if len(s.ranks) > 1}
@@ -95,6 +95,16 @@ class _Sharded:
     parts: tuple[SolvedPart, ...]
     values: Mapping[str, Placements]
     unlike: set[str]
+
+
+def _within(pieces: Pieces, stage: StageRecipe, within: str) -> tuple[str, ...]:
+    """Return ``within`` where a stage has any of it: gathers of several ranks, attentions that are not one fused op."""
+    if within == SELECTIVE:
+        attentions = attention_of(pieces.graph)
+        there = any(op in attentions for ops in pieces.ops[stage.first : stage.end] for op in ops)
+    else:
+        there = bool(within) and len(stage.ranks) > 1
+    return (within,) if there else ()
 
 
 def _sharded(pieces: Pieces, stage: StageRecipe) -> _Sharded:

@@ -240,3 +240,10 @@ def test_pipelines_of_single_devices_gather_nothing(graph: OpGraph) -> None:
     with pytest.raises(UsageError, match="nothing is gathered"):
         planned(graph, recompute="gathers", strategy="layer")
     assert recomputed(planned(graph, recompute="gathers", strategy="auto")) == []
+
+
+@pytest.mark.parametrize("strategy", ["hybrid", "feature"])
+def test_a_model_without_scores_runs_no_attention_again(graph: OpGraph, strategy: str) -> None:
+    plan = planned(graph, recompute="selective", strategy=strategy, schedule="auto")
+    assert recomputed(plan) == []
+    assert "recompute nothing: no attention here keeps scores" in " ".join(str(plan).split())
