@@ -34,6 +34,9 @@ STRETCHED = (1.01, 1.02, 1.04, 1.08)
 convolutional networks they are by 0.03."""
 LEANEST = 4
 """Proposals with these that are simulated. By hand."""
+ALLOCATOR_ROUNDS = 16
+"""Pipelines of one proposal that are simulated at most while nothing overflows but what the allocator reserves: each round
+leaves out one stage more of which that is known. By hand."""
 OPTIMAL = 1e-3
 """Gap up to which a pipeline is called optimal: bottlenecks are told apart to so much (``passes.search.hybrid.bounds``)."""
 
@@ -98,12 +101,18 @@ def until_it_fits(
     simulated, and is not again; ``best_seconds``: of the fastest step so far; ``known_seconds``: of surrogates, likewise.
     """
     tried: list[Judged[SolvedT]] = []
-    while len(tried) < MEMORY_ROUNDS and (proposal.ranks, proposal.identity) not in seen:
+    rounds = 0
+    while (
+        rounds < MEMORY_ROUNDS
+        and len(tried) < ALLOCATOR_ROUNDS
+        and (proposal.ranks, proposal.identity) not in seen
+    ):
         if proposal.identity is not None:
             seen.add((proposal.ranks, proposal.identity))
         tried.append(Judged(proposal, judge.simulate(provider.candidate(proposal))))
         if tried[-1].simulated.fits or tried[-1].simulated.step_seconds >= best_seconds:
             break
+        rounds += not (provider.learns and tried[-1].simulated.tensors_fit(judge.cluster.devices))
         smaller = provider.leaner(tried[-1], room, known_seconds)
         if smaller is None:
             break
@@ -170,6 +179,10 @@ class _ProviderRuns:
             tried = self._simulated(provider, proposals, room, until)
             if not tried or self.best is not None:
                 return None
+            if provider.learns and all(
+                own.simulated.tensors_fit(self.judge.cluster.devices) for own in tried
+            ):
+                return room
             smaller = room * ROOM_LEFT * max(share_of_need(self.judge, own.simulated) for own in tried)
             log.info("nothing fits; searching again with %.0f%% of the memory", 100 * smaller)
             return smaller

@@ -66,6 +66,11 @@ class Simulated:
         more = self.allocator_bytes or [0] * len(self.peak_bytes)
         return max(peak - own for peak, own in zip(self.peak_bytes, more, strict=True))
 
+    def tensors_fit(self, devices: Sequence[Device]) -> bool:
+        """Tell whether all would fit but for what the allocator reserves beyond tensors."""
+        more = self.allocator_bytes or [0] * len(self.peak_bytes)
+        return overflow_bytes([p - own for p, own in zip(self.peak_bytes, more, strict=True)], devices) <= 0
+
     def tensors_of(self, devices: Sequence[Device]) -> Iterator[tuple[int, int]]:
         """Yield of each rank what its tensors hold at the peak, and the room that its device has for them."""
         beside = self.beside_bytes or [0] * len(self.peak_bytes)

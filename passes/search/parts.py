@@ -170,7 +170,7 @@ class OnPart(Generic[SolvedT]):
         self.own, self.ranks, self._numbers = own, ranks, numbers
         self.words = f"{own.words}, {counted(len(ranks), 'device')} in all"
         self.objective, self.slack = own.objective, own.slack
-        self.quickly_bounded = own.quickly_bounded
+        self.quickly_bounded, self.learns = own.quickly_bounded, own.learns
 
     @property
     def simulated_first(self) -> int:
@@ -191,7 +191,11 @@ class OnPart(Generic[SolvedT]):
         """Return what the part's provider makes of an overflow."""
         peaks = [judged.simulated.peak_bytes[rank] for rank in self._numbers]
         beside = [judged.simulated.beside_bytes[rank] for rank in self._numbers]
-        on_part = replace(judged, simulated=replace(judged.simulated, peak_bytes=peaks, beside_bytes=beside))
+        more = judged.simulated.allocator_bytes and [
+            judged.simulated.allocator_bytes[rank] for rank in self._numbers
+        ]
+        own = replace(judged.simulated, peak_bytes=peaks, beside_bytes=beside, allocator_bytes=more)
+        on_part = replace(judged, simulated=own)
         found = self.own.leaner(on_part, room, known_seconds)
         return None if found is None else (self._told_apart(found[0]), found[1])
 

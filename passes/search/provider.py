@@ -97,6 +97,8 @@ class Provider(Protocol[SolvedT]):
     """The surrogate, as a formula."""
     quickly_bounded: bool
     """True if a bound on a proposal's simulation (``Judge.lower_bound_seconds``) takes much less than simulating it."""
+    learns: bool
+    """True if later proposals know what the allocator was seen to reserve; else all devices count as smaller in them."""
     slack: float
     """Proposals whose surrogate is above that of the fastest step so far by this factor are not simulated."""
 

@@ -56,6 +56,7 @@ class MeshProvider:
     discovery: Discovery
     words = "one stage on all devices"
     objective = OBJECTIVE
+    learns = False
     quickly_bounded = False
     simulated_first = 2
     slack = SLACK

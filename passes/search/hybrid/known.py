@@ -69,6 +69,7 @@ class KnownRecipe:
     """
 
     words = "recipes that people know"
+    learns = False
     quickly_bounded = False
     simulated_first = 1
 

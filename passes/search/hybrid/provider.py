@@ -50,6 +50,7 @@ class GroupsProvider:
     """Plans a request in which something else is fixed, for suggestions where nothing fits; None: none are wanted."""
     words = "stages on device groups"
     objective = "fill * sum(stage + link seconds) + (microbatches - fill) * chunks * longest stage or link"
+    learns = True
     quickly_bounded = False
     simulated_first = SIMULATED_FIRST
     slack = SLACK
@@ -123,9 +124,16 @@ class GroupsProvider:
     def leaner(
         self, judged: Judged[SolvedOption], room: float, known_seconds: float
     ) -> tuple[Proposal[SolvedOption], float] | None:
-        """Solve the option again with as much less memory as the simulation needs more."""
-        room *= ROOM_LEFT * share_of_need(self.judge, judged.simulated)
-        smaller = self.search.solve(judged.proposal.solved.option, SLACK * known_seconds, room)
+        """Solve the option again with as much less memory as the simulation needs more.
+
+        Where only what the allocator reserves overflows: with what it reserves for the stages that were simulated.
+        """
+        solved, simulated = judged.proposal.solved, judged.simulated
+        if simulated.tensors_fit(self.judge.cluster.devices) and judged.proposal.identity is None:
+            self.search.learn(solved, simulated.peak_bytes)
+        else:
+            room *= ROOM_LEFT * share_of_need(self.judge, simulated)
+        smaller = self.search.solve(solved.option, SLACK * known_seconds, room)
         return None if smaller is None else (_proposal(smaller), room)
 
     @property

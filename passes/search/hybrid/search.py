@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import Literal
@@ -33,7 +33,7 @@ from passes.search.hybrid.recipes.eliminate import TooWideError
 from passes.search.hybrid.recipes.joints import Pieces, pieces_of, value_bytes
 from passes.search.hybrid.recipes.pieces import GroupKind, PieceSearch
 from passes.search.hybrid.recipes.ranges import SAVED
-from passes.search.hybrid.recipes.walk import needed_bytes
+from passes.search.hybrid.recipes.walk import Step, needed_bytes
 from passes.search.hybrid.request import HybridRequest
 from passes.search.hybrid.rooms import Rooms
 from passes.search.hybrid.solve import SolvedOption, fastest
@@ -65,6 +65,8 @@ class GroupSearch:
     """The part of pieces that backward computes again (``PieceSearch``)."""
     pieces: Pieces = field(init=False)
     _crossing: dict[int, FloatArray] = field(default_factory=dict, init=False)
+    _beyond: dict[tuple[int, Composed, int], FloatArray] = field(default_factory=dict, init=False)
+    """The bytes of simulated stages beyond what their tables count (``Staged.beyond``)."""
 
     def __post_init__(self) -> None:
         self.pieces = pieces_of(self.graph) if self.fixed is None else self.fixed.pieces
@@ -205,7 +207,8 @@ class GroupSearch:
     def staged(self, option: GroupOption, room: float = 1.0) -> Staged[Composed] | None:
         """Return the option's stages; None where the tables of its groups would be too large."""
         try:
-            return self._staged(option, self.tables.of_stages(option, self._fixed_searches), room)
+            staged = self._staged(option, self.tables.of_stages(option, self._fixed_searches), room)
+            return replace(staged, beyond=self._beyond)
         except TooWideError as error:
             log.info("%s: not searched, its tables would have %s", option, error)
             return None
@@ -254,17 +257,27 @@ class GroupSearch:
         staged = self.staged(solved.option, room * (1 + 1e-9))
         if staged is None:
             return False
-        left, starts = list(staged.capacity_bytes), solved.pipeline.starts
-        ends = [*starts[1:], len(self.pieces)]
-        stages = zip(
-            staged.tables[::-1], solved.steps, starts, ends, solved.option.in_flight[::-1], staged.groups[::-1],
-            strict=True,
-        )  # fmt: skip
-        for table, steps, first, end, held, group in stages:
-            again = any(step.again for step in steps)
-            anew = float(table.ranges[-1].amounts[SAVED, table.number[first, end], 0]) if again else 0.0
-            left[group] -= needed_bytes(steps, held) + anew
-        return min(left) >= 0
+        left = zip(staged.capacity_bytes, _needed(solved, staged), strict=True)
+        return all(needed <= own for own, needed in left)
+
+    def learn(self, solved: SolvedOption, peak_bytes: Sequence[int]) -> None:
+        """Take in what the stages of a simulated pipeline need beyond what is counted. ``peak_bytes``: by rank.
+
+        Of a group with several stages each has an equal share of it.
+        """
+        option, devices = solved.option, self.cluster.devices
+        staged = self.staged(option)
+        if staged is None:
+            return
+        needed = _needed(solved, staged)
+        over = [
+            max(peak_bytes[rank] - devices[rank].room_bytes for rank in ranks) + room - size
+            for ranks, room, size in zip(option.ranks, staged.capacity_bytes, needed, strict=True)
+        ]
+        for group, table, number, held, _ in _of_stages(solved, staged):
+            key = option.microbatches, table, held
+            beyond = self._beyond.setdefault(key, np.zeros(int(table.number.max()) + 1))
+            beyond[number] = max(beyond[number], over[group] / option.chunks)
 
     def _links(self, option: GroupOption) -> list[FloatArray]:
         """Per stage from the end: [pieces + 1] seconds of the cut behind it, at each joint."""
@@ -292,3 +305,27 @@ class GroupSearch:
                 )
             self._crossing[samples] = found
         return self._crossing[samples]
+
+
+def _needed(solved: SolvedOption, staged: Staged[Composed]) -> list[float]:
+    """Return the bytes of each group, as memory is counted."""
+    found = [0.0] * len(staged.capacity_bytes)
+    for group, table, number, held, steps in _of_stages(solved, staged):
+        again = any(step.again for step in steps)
+        anew = float(table.ranges[-1].amounts[SAVED, number, 0]) if again else 0.0
+        found[group] += needed_bytes(steps, held) + anew
+    return found
+
+
+def _of_stages(
+    solved: SolvedOption, staged: Staged[Composed]
+) -> Iterator[tuple[int, Composed, int, int, Sequence[Step]]]:
+    """Yield of each stage its group, its table, which of the unlike ranges it is, the micro-batches it holds, its steps."""
+    starts = solved.pipeline.starts
+    ends = [*starts[1:], len(staged.links[0]) - 1]
+    stages = zip(
+        staged.groups[::-1], staged.tables[::-1], starts, ends, solved.option.in_flight[::-1], solved.steps,
+        strict=True,
+    )  # fmt: skip
+    for group, table, first, end, held, steps in stages:
+        yield group, table, int(table.number[first, end]), held, steps

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+import numpy as np
+
 from passes.search.hybrid.bounds import GAP, best_pipeline
 from passes.search.hybrid.options import GroupOption
 from passes.search.hybrid.pairs import NEEDED, Pairs
@@ -90,13 +92,11 @@ def _in_rooms(staged: Staged[Composed], rooms: Sequence[float], cutoff_seconds: 
     option, m = staged.option, staged.option.microbatches
     most = cutoff_seconds / (option.fill + staged.weight)  # of one stage, which is no longer than all of them
 
-    def of_stage(table: Mixes, room: float) -> tuple[Mixes, Fastest]:
-        return table, table.fastest(room, most)
+    def of_stage(table: Composed, held: int, room: float) -> tuple[Mixes, Fastest]:
+        mixes = table.mixes(m, held, staged.recompute)
+        return mixes, mixes.fastest(staged.left_of(room, table, held), most)
 
-    ways = staged.each(
-        rooms,
-        lambda table, held, room: of_stage(table.mixes(m, held, staged.recompute), room),
-    )
+    ways = staged.each(rooms, of_stage)
     pairs = {id(own): (table, own) for table, (_, own) in zip(staged.tables, ways, strict=True)}
     known = {key: table.plane(own.seconds) for key, (table, own) in pairs.items()}
     planes = [known[id(own)] for _, own in ways]
@@ -111,7 +111,8 @@ def _in_rooms(staged: Staged[Composed], rooms: Sequence[float], cutoff_seconds: 
         table, (mixes, own) = staged.tables[behind], ways[behind]
         number, held = int(table.number[first, end]), option.in_flight[behind]
         mix = mixes.mix(own, number)
-        room = rooms[behind] - float(mixes.extra[number]) * (mix.again or mix.first_again)
+        left = np.broadcast_to(staged.left_of(rooms[behind], table, held), len(mixes.extra))
+        room = float(left[number]) - float(mixes.extra[number]) * (mix.again or mix.first_again)
         walked = walk(table, first, end, mix, held, room)
         # Blocks' shares of what a recipe saves are estimates where other pieces save, too: more of them, if that is short.
         while mix.mixed and mix.count < mixes.blocks[number] and needed_bytes(walked, held) > room:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Generic, Protocol, TypeVar
 
 from cost_models.arrays import FloatArray, IntArray
@@ -44,6 +44,14 @@ class Staged(Generic[RangeTableT]):
     capacity_bytes: Sequence[float]
     """Per group, the bytes to plan with on each of its devices."""
     recompute: RecomputeMode
+    beyond: Mapping[tuple[int, RangeTableT, int], FloatArray] = field(default_factory=dict)
+    """(Micro-batches, table, those that a stage holds) -> [unlike ranges] bytes that a stage needs beyond what its table
+    counts, as far as simulations told: without them rooms are larger, so that bounds hold."""
+
+    def left_of(self, room_bytes: float, table: RangeTableT, held: int) -> float | FloatArray:
+        """Return what is left of a stage's bytes; [unlike ranges] where some are known to need more than is counted."""
+        beyond = self.beyond.get((self.option.microbatches, table, held))
+        return room_bytes if beyond is None else room_bytes - beyond
 
     @property
     def groups(self) -> tuple[int, ...]:

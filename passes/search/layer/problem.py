@@ -58,6 +58,9 @@ Assignment: TypeAlias = Literal["unordered", "ordered", "sequence"]
 Held: TypeAlias = tuple[int, int]
 """Micro-batches held whole, and micro-batches whose weight half alone is still to run."""
 
+BeyondTables: TypeAlias = Mapping[tuple[int, tuple[Held, ...], bool], Mapping[int, float]]
+"""Kind of device, fullest moments, whether blocks are computed again -> pair of downsets (``Geometry``) -> bytes."""
+
 
 @dataclass(frozen=True, eq=False)
 class LayerStructure:
@@ -176,6 +179,8 @@ class LayerProblem:
     """Unit to stage, counted from the front."""
     recompute: Recompute | None = None
     """The recompute that stages may do where they do not fit otherwise; None: they may not."""
+    beyond: BeyondTables = field(default_factory=dict)
+    """Bytes of stages beyond the memory above, as far as they are known (``passes.search.layer.beyond``)."""
 
     @property
     def bottleneck_weight(self) -> float:

@@ -20,7 +20,7 @@ from passes.lower.candidate import Candidate
 from passes.search.blocks import Blocks
 from passes.search.certificate import NAMED, BoundTerm, PipelineTerms, StageTerms, in_rows
 from passes.search.fastest import ROOM_LEFT
-from passes.search.judge import Judge
+from passes.search.judge import Judge, Simulated
 from passes.search.layer.infeasible import infeasible
 from passes.search.layer.problem import stage_and_link_seconds
 from passes.search.layer.request import LayerRequest, prepare
@@ -44,6 +44,7 @@ class LayerProvider:
     request: LayerRequest
     words = "stages on single devices"
     objective = "fill * sum(stage + link seconds) + (microbatches - fill) * chunks * largest"
+    learns = True
     quickly_bounded = True
     slack = TUNING.one_of_each
     _results: list[Sequence[OptionResult]] = field(default_factory=list)
@@ -104,7 +105,13 @@ class LayerProvider:
             solved,
             split.objective_seconds,
             option=solved.option,
-            identity=(solved.option, solved.stages.tobytes(), split.recomputed, solved.every_block),
+            identity=(
+                solved.option,
+                solved.stages.tobytes(),
+                split.recomputed,
+                solved.every_block,
+                solved.left_bytes,
+            ),
             ranks=solved.ranks,
             least_seconds=busiest_seconds(self.search, solved),
             peak_bytes=round(float(self._estimated_bytes(solved).max())),
@@ -124,13 +131,36 @@ class LayerProvider:
     def leaner(
         self, judged: Judged[SolvedSplit], room: float, known_seconds: float
     ) -> tuple[Proposal[SolvedSplit], float] | None:
-        """Compute all blocks of stages that recompute again; after that, solve the option with less memory."""
-        solved = judged.proposal.solved
-        if judged.simulated.candidate.recomputed_blocks != all_blocks(self.search, solved):
+        """Compute all blocks of stages that recompute again; after that, solve the option with less memory.
+
+        Where it is the allocator that overflows, blocks leave room for it first, and the option is solved again with what
+        its stages need beyond their tensors.
+        """
+        solved, simulated = judged.proposal.solved, judged.simulated
+        by_tensors = simulated.tensors_fit(self.judge.cluster.devices)
+        if simulated.candidate.recomputed_blocks != all_blocks(self.search, solved):
+            if by_tensors and not solved.left_bytes:
+                left = tuple(float(simulated.allocator_bytes[rank]) for rank in solved.ranks)
+                return self._proposal(replace(solved, left_bytes=left)), room
             return self._proposal(replace(solved, every_block=True)), room
-        room = ROOM_LEFT * self._estimated_share(judged)
+        if by_tensors and solved.option.chunks == 1:
+            self._learn(solved, simulated)
+        elif by_tensors:
+            size = solved.option.size(self.search.batch_size)
+            self.search.learned.learn_share(solved.option, size, ROOM_LEFT * self._estimated_share(judged))
+        else:
+            room = ROOM_LEFT * self._estimated_share(judged)
         result = self.search.solve_option(solved.option, 0.0, math.inf, known_seconds * self.slack, room)
         return (self._proposal(result.solved[0]), room) if result.solved else None
+
+    def _learn(self, solved: SolvedSplit, simulated: Simulated) -> None:
+        """Take in what each stage needs beyond what the search counts, on devices with one stage each."""
+        search, plan = self.search, self.search.plan(solved.option)
+        beside = [search.cluster.devices[rank].room_bytes - plan.room_of(rank) for rank in solved.ranks]
+        sizes = zip(solved.ranks, beside, solved.split.memory_bytes, strict=True)
+        beyond = [max(0.0, simulated.peak_bytes[rank] - own - size) for rank, own, size in sizes]
+        size = solved.option.size(search.batch_size)
+        search.learned.learn(solved.space, solved.problem, size, solved.split, plan, beyond)
 
     def _estimated_bytes(self, solved: SolvedSplit) -> FloatArray:
         """[ranks] bytes that each holds, as the surrogate counts them."""
@@ -268,6 +298,8 @@ def _room(solved: SolvedSplit) -> FloatArray:
     for rank, kind in zip(solved.ranks, solved.split.kinds, strict=True):
         room[rank] = solved.problem.kinds[kind].capacity_bytes
     np.subtract.at(room, list(solved.ranks), solved.split.memory_bytes)
+    if solved.left_bytes:
+        np.subtract.at(room, list(solved.ranks), solved.left_bytes)
     return room
 
 

@@ -15,6 +15,7 @@ from cost_models.cluster import ClusterSpec
 from passes.progress import report_found, report_option
 from passes.search.bisect import Bisected, Bisection
 from passes.search.bound import whole_ops_bound
+from passes.search.layer.beyond import LearnedBytes
 from passes.search.layer.cuts import CutProgram
 from passes.search.layer.options import (
     DevicePlan,
@@ -50,6 +51,8 @@ class SolvedSplit:
     """Found with slower links than there are."""
     every_block: bool = False
     """Stages that compute blocks again do so with all of theirs, not as few as fit."""
+    left_bytes: tuple[float, ...] = ()
+    """Bytes of each stage's device that are not for blocks to keep what they saved; empty: none."""
 
     @property
     def stages(self) -> IntArray:
@@ -84,6 +87,8 @@ class LayerSearch:
     min_stages: int = 1
     """Devices with a stage, at least."""
     recompute: RecomputeMode = "none"
+    learned: LearnedBytes = field(default_factory=LearnedBytes)
+    """The bytes of simulated stages beyond what is counted here."""
     _numbers: dict[tuple[int, int], UnitCosts] = field(default_factory=dict)
     _plans: dict[tuple[int, bool], DevicePlan] = field(default_factory=dict)
 
@@ -105,8 +110,10 @@ class LayerSearch:
         self, space: int, option: ScheduleOption, capacity_scale: float = 1.0, plan: DevicePlan | None = None
     ) -> LayerProblem | None:
         """The option as numbers; None if it cannot have that many stages. ``plan``: other devices than the cluster's."""
-        costs, structure = self.numbers(space, option.size(self.batch_size)), self.spaces[space].structure
+        size = option.size(self.batch_size)
+        costs, structure = self.numbers(space, size), self.spaces[space].structure
         plan = plan or self.plan(option)
+        capacity_scale *= self.learned.share_of(option, size)
         single, schedule = option.chunks == 1, SCHEDULES[option.schedule]
         devices = sum(kind.count for kind in plan.kinds) if single else len(plan.sequence) // option.chunks
         most = min(structure.units, self.max_stages)
@@ -139,6 +146,7 @@ class LayerSearch:
             stage_counts=(self.min_stages, self.max_stages) if single else (stages, stages),
             pins={int(self.spaces[space].unit_of[op]): stage for op, stage in self.pins.items()},
             recompute=self._allowed(costs, schedule.splits_backward),
+            beyond=self.learned.of(self.spaces[space], option, size, plan),
         )
 
     def _allowed(self, costs: UnitCosts, deferring: bool) -> Recompute | None:

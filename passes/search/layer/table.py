@@ -94,6 +94,16 @@ class Geometry:
         prefix = self.members.astype(np.float64) @ of_units.T  # [downsets, R]
         return np.asarray((prefix[self.target] - prefix[self.source]).T)
 
+    def pairs_of(self, stage_of: Sequence[int], stages: int) -> list[int]:
+        """Return the pair of each stage of a split. ``stage_of``: per unit."""
+        before = np.array(stage_of) < np.arange(stages + 1)[:, None]
+        cuts = [int(np.flatnonzero((self.members == own).all(axis=1))[0]) for own in before]
+        first = np.searchsorted(self.source, cuts[:-1])
+        return [
+            int(start + np.flatnonzero(self.target[start:] == end)[0])
+            for start, end in zip(first, cuts[1:], strict=True)
+        ]
+
     @property
     def _ends(self) -> tuple[IntArray, IntArray]:
         return self.source, self.target
@@ -292,6 +302,9 @@ class StageTable:
         ``again``: computing its blocks again in backward.
         """
         free = self.room_bytes(kind, again)
+        if beyond := self.problem.beyond.get((kind, tuple(moments), again)):
+            free = free.copy()
+            free[list(beyond)] -= list(beyond.values())
         held = self.held_again_bytes if again else self.held_bytes
         fitting = free >= 0
         for whole, weights in moments:

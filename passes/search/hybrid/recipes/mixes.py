@@ -76,17 +76,17 @@ class Mixes:
         rest, first = (self.ways[int(each[number])] for each in (fastest.rest, fastest.first))
         return Mix(*rest, *first, int(fastest.count[number]))
 
-    def fastest(self, room_bytes: float, most_seconds: float = np.inf) -> Fastest:
+    def fastest(self, room_bytes: float | FloatArray, most_seconds: float = np.inf) -> Fastest:
         """Find the fastest ways that fit, of ranges that may take at most ``most_seconds``: as few blocks as must are the
-        leaner recipe's."""
+        leaner recipe's. ``room_bytes``: of all, or [unlike ranges]."""
         short = np.flatnonzero(self.seconds.min(axis=1, initial=np.inf) <= most_seconds)
-        own = self._fastest_of(short, room_bytes)
+        own = self._fastest_of(short, np.broadcast_to(room_bytes, len(self.seconds))[short, None])
         found = Fastest(np.full(len(self.seconds), np.inf), *np.zeros((3, len(self.seconds)), dtype=np.int64))
         for every, each in zip(vars(found).values(), vars(own).values(), strict=True):
             every[short] = each
         return found
 
-    def _fastest_of(self, rows: NDArray[np.intp], room_bytes: float) -> Fastest:
+    def _fastest_of(self, rows: NDArray[np.intp], room_bytes: FloatArray) -> Fastest:
         seconds, needed, alone = self.seconds[rows], self.needed[rows], self._alone[rows]
         at, whole = np.arange(len(rows)), self.blocks[rows, None]
         blocks, extra = np.maximum(whole, 1.0), self.extra[rows, None] * (whole > 0)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -10,12 +12,17 @@ from cost_models.cluster import ClusterSpec
 from cost_models.errors import InfeasibleError, UsageError
 from cost_models.layout import Partial, Replicate, Shard
 from passes.compile import Compiled, compile_graph
+from passes.costs.costs import costs_of
 from passes.graph.blocks import GATHERS, block_of
 from passes.graph.graph import OpGraph
+from passes.lower.candidate import Candidate
 from passes.lower.job import Job
 from passes.lower.placed_graph import on_meshes
 from passes.search.hybrid.fix import read_fix
 from passes.search.hybrid.request import HybridRequest
+from passes.search.infeasible import overflow_bytes
+from passes.search.judge import Judge, Simulated
+from passes.search.place import place_stages
 from passes.trace.trace import trace
 from tests.distributed.sharded_models import Gpt, gpt_batch
 
@@ -100,6 +107,31 @@ def test_stages_of_a_group_read_batches_on_one_mesh_in_one_layout(fix: str) -> N
         assert read == ({again, noise} if rank < 4 else set())
         if "data" in fix:
             assert spec.placements == dict.fromkeys(read, (Shard(0),))
+
+
+class ReservingJudge(Judge):
+    """The allocator reserves half of the first device beyond tensors, unless five products of eight are there."""
+
+    def measure(self, candidate: Candidate) -> Simulated:
+        found, devices = super().measure(candidate), self.cluster.devices
+        first = sum(op.startswith("linear") and stage == 0 for op, stage in candidate.stage_of.items())
+        more = [0 if first == 5 else devices[0].memory_bytes // 2, 0]
+        peak = [own + extra for own, extra in zip(found.peak_bytes, more, strict=True)]
+        over = overflow_bytes(peak, devices)
+        return replace(found, peak_bytes=peak, overflow_bytes=over, allocator_bytes=more, beside_bytes=more)
+
+
+def test_what_the_allocator_reserves_of_one_stage_does_not_rule_out_others() -> None:
+    """Five products take more tensors than four do, and are all that fits: smaller devices have no room for them."""
+    model = nn.Sequential(*(nn.Linear(256, 256) for _ in range(8)))
+    products = trace(model, torch.randn(2, 256), loss_fn=lambda output, _: output.square().mean())
+    costs = costs_of(products, cluster := ClusterSpec.local(2))
+    request = HybridRequest(Job(16, risk=0.5), fix=read_fix("pipeline=2"), microbatches=4)
+    roomy = place_stages(request, Judge(products, costs, cluster, request.job)).best
+    memory = round(1.4 * max(roomy.peak_bytes))
+    tight = ClusterSpec.local(2, memory=memory)
+    best = place_stages(request, ReservingJudge(products, costs, tight, request.job)).best
+    assert sum(op.startswith("linear") and not stage for op, stage in best.candidate.stage_of.items()) == 5
 
 
 def test_unequal_groups_get_work_by_their_devices() -> None:

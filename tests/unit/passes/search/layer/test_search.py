@@ -223,6 +223,33 @@ def test_a_slow_plan_that_fits_does_not_end_the_search_for_fast_ones() -> None:
     assert sum(not r.fits for r in found.runner_ups) == 1  # and no split is simulated twice
 
 
+class Reserving(ToyJudge):
+    """The allocator reserves half of the first device beyond tensors, unless five linears of eight are there."""
+
+    def measure(self, candidate: Candidate) -> Simulated:
+        found = super().measure(candidate)
+        first = sum(
+            own.startswith("linear") and candidate.ranks[stage] == 0
+            for own, stage in candidate.stage_of.items()
+        )
+        memory = self.cluster.devices[0].memory_bytes
+        more = [0 if first == 5 else memory // 2, 0]
+        peak = [own + extra for own, extra in zip(found.peak_bytes, more, strict=True)]
+        over = overflow_bytes(peak, self.cluster.devices)
+        return replace(found, peak_bytes=peak, overflow_bytes=over, allocator_bytes=more, beside_bytes=more)
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "zb-h1"])
+def test_what_the_allocator_reserves_of_one_stage_does_not_rule_out_others(schedule: str) -> None:
+    """Five linears take more tensors than four do, and are all that fits: smaller devices have no room for them."""
+    costs = ToyCosts(graph := toy_graph(8))
+    request = LayerRequest(Job(16), schedule=schedule, microbatches=16, min_stages=2)
+    roomy = _searched(request, ToyJudge(graph, costs, toy_cluster((1.0, 1.0), (BIG, BIG)), 16)).best
+    memory = round(1.4 * max(roomy.peak_bytes))
+    found = _searched(request, Reserving(graph, costs, toy_cluster((1.0, 1.0), (memory, memory)), 16))
+    assert _linears(found) == [5, 3]
+
+
 def test_infeasible_says_by_how_much_and_what_would_fit() -> None:
     request: dict[str, Any] = {"blocks": 16, "microbatches": 4, "schedule": "gpipe"}
     with pytest.raises(InfeasibleError) as caught:
