@@ -188,8 +188,10 @@ def _nemo_launcher(row: ParallelRow) -> AsRun:
     )
 
 
-_UNLIKE = re.compile("mla|swiglu|uneven|account_for_embedding|fsdp|fim_dataset|reshard|defer_embedding")
-"""Golden runs whose model or stages the columns do not tell."""
+_UNLIKE = re.compile(
+    "mla|swiglu|uneven|account_for_embedding|fsdp|fim_dataset|reshard|defer_embedding|distill"
+)
+"""Golden runs whose model or stages the columns do not tell; of a distillation, the teacher that is in memory too."""
 
 
 def _golden(row: ParallelRow) -> AsRun:

@@ -60,6 +60,11 @@ def test_what_no_fix_line_says_is_named(change: dict[str, str], reason: str):
         as_run({**ROW, **change})
 
 
+def test_a_distillation_is_not_compared_as_its_student_alone():
+    with pytest.raises(NotExpressibleError, match="columns do not tell"):
+        as_run({**GOLDEN, "id": "mlm-gb200-gpt3_mcore_te_tp2_pp1_modelopt_distill_resume-dev"})
+
+
 def test_each_source_runs_by_its_conventions():
     mpt, internlm, golden = as_run(MPT), as_run(INTERNLM), as_run(GOLDEN)
     assert mpt.fix == "pipeline=1 data=64 zero=3 microbatch=2 recompute=full"
