@@ -28,7 +28,7 @@ from passes.lower.realize import Realized
 from passes.search.any_plan import any_plan_bound
 from passes.search.baselines import baselines
 from passes.search.certificate import Alternative
-from passes.search.judge import Judge
+from passes.search.judge import Judge, Simulated
 from passes.search.outcome import Outcome
 from passes.search.request import Request
 from passes.search.strategies import search
@@ -71,31 +71,42 @@ def compile_graph(graph: OpGraph, cluster: ClusterSpec, request: Request) -> Com
     return Compiled(request, costs, outcome, realized, crossing, proof, plain)
 
 
+@dataclass(frozen=True, eq=False)
+class Nearest:
+    """A placement that fits, or overflows least of those that were looked at."""
+
+    judge: Judge
+    """The judge that simulated it; it knows the graph that was placed."""
+    simulated: Simulated
+
+    def overflow_bytes(self, cluster: ClusterSpec, batch_size: int) -> float:
+        """Simulate it with another batch; return the bytes beyond the fullest device's room, 0 or less if it fits.
+
+        Infinite where stages are sharded for batches of other multiples.
+        """
+        judge, candidate = self.judge, self.simulated.candidate
+        if candidate.shardings:
+            meshes = judge.carried(candidate).realized.meshes.values()
+            multiple = math.lcm(*(own.samples_multiple for own in meshes))
+            if batch_size % (candidate.microbatches * multiple):
+                return math.inf
+        job = replace(judge.job, batch_size=batch_size)
+        return Judge(judge.graph, judge.costs, cluster, job).measure(candidate).overflow_bytes
+
+
 @collector_paused()
-def what_fits(graph: OpGraph, cluster: ClusterSpec, request: Request) -> Outcome | None:
-    """Return a plan of the request whose simulated step fits, whichever is found first; None if none is found.
+def what_fits(graph: OpGraph, cluster: ClusterSpec, request: Request) -> Nearest | None:
+    """Return a plan of the request whose simulated step fits, whichever is found first; or what overflows least, or None.
 
     Raises UsageError for a request that cannot be met.
     """
     judge = Judge(graph, costs_of(graph, cluster), cluster, request.job)
     try:
-        return search(replace(request, only_fits=True), judge)
+        outcome = search(replace(request, only_fits=True), judge)
+        return Nearest(outcome.judge, outcome.best)
     except (InfeasibleError, TimeLimitError):
-        return None
-
-
-@collector_paused()
-def overflow_bytes(outcome: Outcome, cluster: ClusterSpec, batch_size: int) -> float:
-    """Simulate a placement with another batch; return the bytes beyond the fullest device's room, 0 or less if it fits.
-
-    Infinite where stages are sharded for batches of other multiples.
-    """
-    judge, candidate = outcome.judge, outcome.best.candidate
-    multiples = [own.samples_multiple for own in outcome.carried.realized.meshes.values()]
-    if multiples and batch_size % (candidate.microbatches * math.lcm(*multiples)):
-        return math.inf
-    job = replace(judge.job, batch_size=batch_size)
-    return Judge(judge.graph, judge.costs, cluster, job).measure(candidate).overflow_bytes
+        least = min(judge.tried, key=lambda simulated: simulated.overflow_bytes, default=None)
+        return None if least is None else Nearest(judge, least)
 
 
 def bounded(outcome: Outcome, judge: Judge, whole_batch: str = "") -> Outcome:

@@ -45,13 +45,13 @@ def best_plan(kind: type[PlanT], graph: OpGraph, cluster: ClusterSpec, requests:
     """
     risk = requests[0].job.risk
     try:
-        return _best_in_room(kind, graph, cluster, requests)
+        return best_in_room(kind, graph, cluster, requests)
     except InfeasibleError as unsafe:
         if risk >= FILLS:
             raise
         filling = [replace(request, job=replace(request.job, risk=FILLS)) for request in requests]
         try:
-            plan = _best_in_room(kind, graph, cluster, filling)
+            plan = best_in_room(kind, graph, cluster, filling)
         except InfeasibleError as error:
             raise InfeasibleError(error.what, error.because, unsafe.suggestions) from error
         assert plan.risk is not None
@@ -59,10 +59,10 @@ def best_plan(kind: type[PlanT], graph: OpGraph, cluster: ClusterSpec, requests:
         return plan.model_copy(update={"risk": plan.risk.model_copy(update={"allowed": risk, "ways": ways})})
 
 
-def _best_in_room(
+def best_in_room(
     kind: type[PlanT], graph: OpGraph, cluster: ClusterSpec, requests: Sequence[Request]
 ) -> PlanT:
-    """Make the plan of the fastest strategy among those that are safe at the requests' risk."""
+    """Make the plan of the fastest strategy among those that are safe at the requests' risk, as :func:`best_plan` else."""
     if not requests[0].whole_batch:
         return _fastest_plan(kind, graph, cluster, requests)
     try:

@@ -1,7 +1,7 @@
 """The largest batch, or sequence, that fits: sizes are searched, and the simulation of what was found decides.
 
-    u ─► further     what is found for a batch is simulated with larger ones, which is quicker than to search them, until it
-                     overflows; then the next is searched. u: what all devices and micro-batches can share equally
+    u ─► further     what is found for a batch, or nearly is, is simulated with others, quicker than by a search:
+                     the largest that fits; then the next is searched. u: what all devices and micro-batches share equally
     + u 2u 4u …      ahead, until nothing is found that fits
     bisected         over multiples of u
     bisected         one by one, up to the next multiple of u
@@ -22,16 +22,15 @@ from typing import Generic
 from cost_models.cluster import ClusterSpec
 from cost_models.errors import ClusterError, InfeasibleError, ModelError, TimeLimitError, UsageError
 from cost_models.precision import Precision
-from partitioner.planning.best import best_plan
+from partitioner.planning.best import best_in_room, best_plan
 from partitioner.planning.options import PlanOptions
 from partitioner.record.data import PlanData, PlanT
 from partitioner.report.intervals import risk_text
-from passes.compile import overflow_bytes, what_fits
+from passes.compile import Nearest, what_fits
 from passes.graph.graph import OpGraph
 from passes.graph.least_samples import least_samples
 from passes.search.hybrid.fix import read_fix
 from passes.search.largest import bisected, furthest, largest
-from passes.search.outcome import Outcome
 from passes.search.request import Request
 from runtime.collector import collector_paused
 
@@ -137,63 +136,55 @@ class _Sizes:
         if fits and units < most // unit:
             between = unit // self.step
             reach = partial(self._reach, base, self.step, between - 1)
-            steps, _ = bisected(
-                lambda count: self._found(base + count * self.step), reach(fits, 0), fits, between, reach
+            steps, fits = bisected(
+                lambda count: self._found(base + count * self.step), reach(fits, 0, 0), fits, between, reach
             )
         else:  # the next multiple is beyond what is asked for, or not even the first fits
             top = most if fits else min(most, unit - self.step)
-            steps, found = largest(
-                lambda count: self._found(base + count * self.step), (top - base) // self.step
-            )
-            fits = fits or found
+            count = (top - base) // self.step
+            reach = partial(self._reach, base, self.step, count)
+            steps, found = largest(lambda count: self._found(base + count * self.step), count, reach)
+            fits = found or fits
         if not fits:
             return Largest(0, None, *self._nothing(first), first)
         size = base + steps * self.step
-        plan = self._plan(kind, size)
-        if plan is None:  # it was kept from a smaller size, and no search finds it here
-            return replace(self, keeps=False).largest(kind, shared, most)
         beyond = size + self.step
-        return Largest(size, plan, beyond=beyond if beyond <= most else None)
+        return Largest(size, self._plan(kind, size, fits), beyond=beyond if beyond <= most else None)
 
-    def _found(self, size: int) -> Outcome | None:
-        """Return something that fits, None if nothing is found."""
+    def _found(self, size: int) -> Nearest | None:
+        """Return something that fits, or nearly does, None if nothing is found."""
         try:
             graph, request = self.step_of(size)
             return what_fits(graph, self.cluster, request)
         except (ModelError, UsageError):
             return None
 
-    def _reach(self, base: int, step: int, most: int, found: Outcome, number: int) -> int:
-        """Return the most steps beyond ``base``, up to ``most``, with which what was found for ``number`` of them fits."""
-        if not self.keeps or found.splits:
-            return number
-        best, size = found.best, found.judge.job.batch_size
-        guess = (int(size * (1 - best.overflow_bytes / max(best.peak_bytes))) - base) // step
-        return furthest(
-            lambda count: overflow_bytes(found, self.cluster, base + count * step),
-            number,
-            best.overflow_bytes,
-            guess,
-            most,
-        )
+    def _reach(self, base: int, step: int, most: int, found: Nearest, number: int, low: int) -> int:
+        """Return the most steps beyond ``base``, from ``low`` up to ``most``, with which what was found fits."""
+        best, size = found.simulated, found.judge.job.batch_size
+        if not self.keeps:
+            return number if best.fits else low
 
-    def _plan(self, kind: type[PlanT], size: int) -> PlanT | None:
-        """Plan a size with which something fits: as fast as can be, or what was found if the search then ends without.
+        def overflow(count: int) -> float:
+            return found.overflow_bytes(self.cluster, base + count * step)
 
-        None where no search finds what was kept from a smaller size.
-        """
+        each = max(best.peak_bytes) / size
+        over = best.overflow_bytes if base + number * step == size else overflow(number)
+        guess = (int(size - best.overflow_bytes / each) - base) // step
+        if over <= 0:
+            return furthest(overflow, number, over, guess, most)
+        return furthest(overflow, low, over - each * step * (number - low), guess, number - 1)
+
+    def _plan(self, kind: type[PlanT], size: int, fits: Nearest) -> PlanT:
+        """Plan a size, with which ``fits`` fits: as fast as can be, or as that is if no search then finds anything."""
         graph, request = self.step_of(size)
-        plan: PlanT | None = None
         with collector_paused():
-            for asked in (request, replace(request, only_fits=True)):
-                try:
-                    plan = best_plan(kind, graph, self.cluster, [asked])
-                    if not plan.is_too_risky:
-                        return plan
-                except (InfeasibleError, TimeLimitError):
-                    if asked.only_fits and not self.keeps:
-                        raise
-        return None if self.keeps else plan
+            try:
+                return best_in_room(kind, graph, self.cluster, [request])
+            except (InfeasibleError, TimeLimitError):
+                known = fits.simulated.candidate if fits.judge.graph is graph else None
+                asked = replace(request, known=known, only_fits=known is None)
+                return best_in_room(kind, graph, self.cluster, [asked])
 
     def _nothing(self, size: int) -> tuple[tuple[str, ...], tuple[str, ...]]:
         """Say why the smallest size does not fit, and what would make it fit."""

@@ -60,7 +60,7 @@ def fastest_of(
     Raises what the first provider says if nothing fits, KeyboardInterrupt if nothing is found yet.
     """
     started, interrupted = time.perf_counter(), False
-    search = _ProviderRuns(judge, started, deadline, gap)
+    search = _ProviderRuns(judge, started, deadline, gap, only_fits)
     try:
         for row in rows:
             search.compare(row)
@@ -128,8 +128,9 @@ def share_of_need(judge: Judge, simulated: Simulated) -> float:
 class _ProviderRuns:
     """The providers that ran so far, and what was simulated of theirs."""
 
-    def __init__(self, judge: Judge, started: float, deadline: float, gap: float) -> None:
+    def __init__(self, judge: Judge, started: float, deadline: float, gap: float, only_fits: bool) -> None:
         self.judge, self.started, self.deadline, self.gap = judge, started, deadline, gap
+        self.only_fits = only_fits
         self.ran: list[Provider[Any]] = []
         self.rooms: list[float] = []
         """The share of the memory that each provider that ran planned with last."""
@@ -241,7 +242,7 @@ class _ProviderRuns:
         waiting: list[Proposal[Any]] = []
         overflowing: set[object] = set()
         for proposal in proposals:
-            if self.best is not None and time.perf_counter() > until:
+            if self.best is not None and (self.only_fits or time.perf_counter() > until):
                 break
             if proposal.seconds > provider.slack * self.known_seconds or self._is_slower(provider, proposal):
                 continue

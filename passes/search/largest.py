@@ -1,10 +1,11 @@
-"""The largest number that fits: of samples in a batch, of tokens in a sequence. ``found(number)`` says what fits, or None.
+"""The largest number that fits: of samples in a batch, of tokens in a sequence.
 
 largest     1 2 4 8 …       doubled until nothing is found, or ``most`` is reached
 bisected    4 ─► 6 ─► 5     between one that fits and one that does not
 furthest    4 ─► 7 ─► 8     where a line leads through what numbers overflow by
 
-``reach(what, number)``: the largest number with which what was found for ``number`` fits too; those below are not asked.
+``found(number)`` says what fits, or None. ``reach(what, number, low)``: the largest number from ``low`` on with which that
+fits; those below are not asked for. It is below ``number`` if ``found`` says what only nearly fits.
 """
 
 from __future__ import annotations
@@ -14,12 +15,13 @@ from collections.abc import Callable
 from typing import Any, TypeAlias, TypeVar
 
 FoundT = TypeVar("FoundT")
-Reach: TypeAlias = Callable[[Any, int], int]
+BestT = TypeVar("BestT")
+Reach: TypeAlias = Callable[[Any, int, int], int]
 HALVED_EVERY = 4
 """Numbers after which ``furthest`` looks at the middle: what overflows need not be a line. By hand."""
 
 
-def no_further(found: object, number: int) -> int:
+def no_further(found: object, number: int, low: int) -> int:
     """Return ``number``: where what fits is not tried with others."""
     return number
 
@@ -28,14 +30,29 @@ def largest(
     found: Callable[[int], FoundT | None], most: int, reach: Reach = no_further
 ) -> tuple[int, FoundT | None]:
     """Return the largest number up to ``most`` with which something is found, and that; 0 and None if not even with 1."""
-    low, best, ahead, doubled = 0, None, 1, 1
+    low, ahead, doubled = 0, 1, 1
+    best: FoundT | None = None
     while low < most:
         high = min(low + ahead, most)
-        other = found(high)
-        if other is None:
-            return (low, None) if best is None else bisected(found, low, best, high, reach)
-        low, best, ahead, doubled = reach(other, high), other, doubled, 2 * doubled
+        low, best = _further(found, low, best, high, reach)
+        if low >= high:
+            ahead, doubled = doubled, 2 * doubled
+            continue
+        if best is not None:
+            low, best = bisected(found, low, best, high, reach)
+        if low < high:
+            break
+        ahead, doubled = 1, 1
     return low, best
+
+
+def _further(
+    found: Callable[[int], FoundT | None], low: int, best: BestT, number: int, reach: Reach
+) -> tuple[int, FoundT | BestT]:
+    """Ask for ``number``; return the largest number that is known to fit then, and with what."""
+    other = found(number)
+    last = low if other is None else reach(other, number, low)
+    return (last, best) if other is None or last <= low else (last, other)
 
 
 def bisected(
@@ -45,14 +62,15 @@ def bisected(
     high: int,
     reach: Reach = no_further,
 ) -> tuple[int, FoundT]:
-    """Return the largest number between ``low``, with which ``best`` was found, and ``high``, with which nothing is."""
+    """Return the largest number between ``low``, with which ``best`` was found, and ``high``, with which nothing is.
+
+    Or one beyond ``high``, if what was found on the way reaches so far.
+    """
     while high - low > 1:
         middle = (low + high) // 2
-        other = found(middle)
-        if other is None:
+        low, best = _further(found, low, best, middle, reach)
+        if low < middle:
             high = middle
-        else:
-            low, best = min(reach(other, middle), high - 1), other
     return low, best
 
 

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
+from passes.lower.candidate import Candidate
 from passes.lower.job import Job
 from passes.search.words import StrategyName
 
@@ -30,6 +31,8 @@ class Request:
     """Seconds after which the search ends with the best found so far; None: when nothing is left to try."""
     gap: float = 0.0
     """Relative gap that is good enough: what may be better by less is not looked for. 0: only what is not better."""
+    known: Candidate | None = None
+    """The placement to take: nothing is searched."""
     only_fits: bool = False
     """Asked only whether anything fits: the first plan that does ends the search, and where there is none, no ways out are
     looked for."""

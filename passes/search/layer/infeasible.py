@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -14,14 +15,18 @@ from cost_models.errors import InfeasibleError
 from cost_models.units import counted, format_bytes
 from passes.search.infeasible import shortfalls
 from passes.search.layer.options import DevicePlan, ScheduleOption, microbatch_counts
-from passes.search.layer.problem import DevicePool, StageSplit
+from passes.search.layer.problem import DevicePool, LayerProblem, StageSplit
 from passes.search.layer.search import LayerSearch, SolvedSplit, device_overflow, solve_dp
+from passes.search.layer.spaces import Space
 from passes.search.layer.tuning import TUNING
 from passes.search.provider import Judged
 
 NO_WAY = (
     "devices with more memory; more micro-batches, a smaller batch, more devices or recompute do not help"
 )
+SHARES = (1.08, 1.06, 1.04, 1.02, 1.0, 0.98, 0.96, 0.94, 0.92, 0.9, 0.85, 0.8)
+"""Shares of the memory for which splits are solved where it is asked only whether any fits: estimates are as far off. By
+hand."""
 NO_SPLIT = "other pins, another number of stages or another schedule: together they leave no split"
 
 
@@ -74,18 +79,50 @@ def _words(search: LayerSearch, option: ScheduleOption) -> str:
     )
 
 
-def _fitting_split(
-    search: LayerSearch, option: ScheduleOption, scale: float, plan: DevicePlan | None = None
-) -> StageSplit | None:
-    """Any split that fits ``scale`` times the devices' memory, quickly; None if there is none."""
+def lean_splits(search: LayerSearch) -> Iterator[SolvedSplit]:
+    """Yield splits that fit shares of the devices' memory, as small as possible, whatever they take.
+
+    Of all devices and of half of them: a split in fewer stages may hold less beside its activations.
+    """
+    chunks = {
+        option.chunks: [o for o in search.options if o.chunks == option.chunks] for option in search.options
+    }
+    half = min(search.max_stages, len(search.cluster.devices)) // 2
+    searches = [search, replace(search, max_stages=half, _plans={})] if half > 1 else [search]
+    for own, alike in itertools.product(searches, chunks.values()):
+        option = _leanest(alike)
+        for share in SHARES:
+            found = list(fitting(own, option, share, own.plan(option)))
+            yield from found
+            if not found:
+                break
+
+
+def fitting(
+    search: LayerSearch, option: ScheduleOption, scale: float, plan: DevicePlan
+) -> Iterator[SolvedSplit]:
+    """Yield splits that fit ``scale`` times the memory of the plan's devices, quickly; none if there is none."""
+    for space, problem, split in _fitting(search, option, scale, plan):
+        yield SolvedSplit(option, space, problem, split, plan.ranks_of(split.kinds, option.chunks))
+
+
+def _fitting(
+    search: LayerSearch, option: ScheduleOption, scale: float, plan: DevicePlan | None
+) -> Iterator[tuple[Space, LayerProblem, StageSplit]]:
     for index, space in enumerate(search.spaces):
         problem = search.problem(index, option, scale, plan)
         if problem is None:
             continue
         for split in solve_dp(problem, geometry=space.geometry, keep=4, relative_gap=math.inf).pipelines:
             if problem.chunks == 1 or device_overflow(problem, split) <= 0:
-                return split
-    return None
+                yield space, problem, split
+
+
+def _fitting_split(
+    search: LayerSearch, option: ScheduleOption, scale: float, plan: DevicePlan | None = None
+) -> StageSplit | None:
+    """Any split that fits ``scale`` times the devices' memory, quickly; None if there is none."""
+    return next((split for _, _, split in _fitting(search, option, scale, plan)), None)
 
 
 def _least_bad(search: LayerSearch, option: ScheduleOption) -> StageSplit | None:

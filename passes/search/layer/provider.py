@@ -21,7 +21,7 @@ from passes.search.blocks import Blocks
 from passes.search.certificate import NAMED, BoundTerm, PipelineTerms, StageTerms, in_rows
 from passes.search.fastest import ROOM_LEFT
 from passes.search.judge import Judge, Simulated
-from passes.search.layer.infeasible import infeasible
+from passes.search.layer.infeasible import fitting, infeasible, lean_splits
 from passes.search.layer.problem import stage_and_link_seconds
 from passes.search.layer.request import LayerRequest, prepare
 from passes.search.layer.search import LayerSearch, OptionResult, SolvedSplit, busiest_seconds
@@ -78,6 +78,11 @@ class LayerProvider:
         self, known_seconds: float, room: float, deadline: float
     ) -> Sequence[Proposal[SolvedSplit]]:
         """Return the splits that are worth a simulation; see ``Provider``."""
+        if self.request.only_fits:  # at once all that may fit, whatever the room
+            lean = lean_splits(self.search) if room == 1.0 else ()
+            found = [self._proposal(replace(solved, every_block=True)) for solved in lean]
+            unlike = {proposal.identity: proposal for proposal in found}.values()
+            return sorted(unlike, key=lambda proposal: proposal.peak_bytes)[: self.request.simulations]
         cutoff = known_seconds * self.slack
         if math.isfinite(cutoff) and self._floor_seconds > cutoff:
             return []
@@ -143,6 +148,8 @@ class LayerProvider:
                 left = tuple(float(simulated.allocator_bytes[rank]) for rank in solved.ranks)
                 return self._proposal(replace(solved, left_bytes=left)), room
             return self._proposal(replace(solved, every_block=True)), room
+        if self.request.only_fits:
+            return self._learned_from(judged, room)
         if by_tensors and solved.option.chunks == 1:
             self._learn(solved, simulated)
         elif by_tensors:
@@ -152,6 +159,17 @@ class LayerProvider:
             room = ROOM_LEFT * self._estimated_share(judged)
         result = self.search.solve_option(solved.option, 0.0, math.inf, known_seconds * self.slack, room)
         return (self._proposal(result.solved[0]), room) if result.solved else None
+
+    def _learned_from(
+        self, judged: Judged[SolvedSplit], room: float
+    ) -> tuple[Proposal[SolvedSplit], float] | None:
+        """Return a split that fits with what the stages of one that overflows need beyond estimates; None if none does."""
+        option = judged.proposal.solved.option
+        if option.chunks > 1:
+            return None
+        self._learn(judged.proposal.solved, judged.simulated)
+        solved = next(fitting(self.search, option, 1.0, self.search.plan(option)), None)
+        return None if solved is None else (self._proposal(replace(solved, every_block=True)), room)
 
     def _learn(self, solved: SolvedSplit, simulated: Simulated) -> None:
         """Take in what each stage needs beyond what the search counts, on devices with one stage each."""

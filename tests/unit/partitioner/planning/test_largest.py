@@ -12,13 +12,16 @@ from torch import Tensor, nn
 from cost_models.cluster import ClusterSpec
 from cost_models.errors import InfeasibleError, ModelError, UsageError
 from partitioner import Plan, Workload, fit, partition
+from partitioner.planning.best import best_in_room
 from partitioner.planning.largest import Largest, largest_batch, largest_sequence
 from partitioner.planning.options import PlanOptions
 from partitioner.record.rebuild import simulate_plan
 from passes.costs.costs import costs_of
 from passes.graph.graph import OpGraph
+from passes.lower.candidate import Candidate
 from passes.search.judge import Judge
 from passes.search.layer.request import LayerRequest
+from passes.search.request import Request
 from passes.search.strategies import search
 from passes.trace.trace import trace
 
@@ -108,13 +111,37 @@ def test_one_sample_more_overflows_in_the_simulation() -> None:
     assert not larger.measure(best.candidate).fits
 
 
-def test_what_is_kept_but_not_found_again_is_searched_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    size = fitted().size
-    monkeypatch.setattr("partitioner.planning.largest.overflow_bytes", lambda *_: -1.0)
-    found = fitted()
-    assert (found.size, found.beyond) == (size, size + 1)
+def test_no_cut_holds_the_next() -> None:
+    """Every cut of the model is simulated with one sample more, and the whole model on one device."""
+    found, cluster = fitted(devices=2), ClusterSpec.local(2, memory="1MiB")
     assert found.plan is not None
-    assert not found.plan.is_too_risky
+    job = found.plan.job
+    names = [op.name for op in GRAPH.ops]
+    halves = [{name: int(at >= cut) for at, name in enumerate(names)} for cut in range(1, len(names))]
+
+    def fitting(samples: int) -> list[Candidate]:
+        judge = Judge(GRAPH, costs_of(GRAPH, cluster), cluster, replace(job, batch_size=samples))
+        whole = Candidate(dict.fromkeys(names, 0), ((0,),), 1, "1f1b")
+        every = [whole, *(Candidate(half, ((0,), (1,)), 1, "1f1b") for half in halves)]
+        return [candidate for candidate in every if judge.measure(candidate).fits]
+
+    assert fitting(found.size)
+    assert not fitting(found.size + 1)
+
+
+def test_what_no_search_finds_again_is_planned_as_it_was_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    size = fitted(devices=2).size
+
+    def only_known(kind: type[Plan], graph: OpGraph, cluster: ClusterSpec, requests: list[Request]) -> Plan:
+        if requests[0].known is None:
+            raise InfeasibleError("nothing is found")
+        return best_in_room(kind, graph, cluster, requests)
+
+    monkeypatch.setattr("partitioner.planning.largest.best_in_room", only_known)
+    plan = fitted(devices=2).plan
+    assert plan is not None
+    assert (plan.batch_size, plan.is_too_risky) == (size, False)
+    assert plan.certificate.method == "nothing was searched"
 
 
 def test_devices_share_a_batch_and_hold_more() -> None:

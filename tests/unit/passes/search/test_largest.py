@@ -36,8 +36,19 @@ def test_what_is_within_reach_is_not_asked_for() -> None:
         asked.append(number)
         return next((last for last in (50, 99) if number <= last), None)
 
-    assert largest(found, 1000, lambda last, number: last) == (99, 99)
+    assert largest(found, 1000, lambda last, number, low: last) == (99, 99)
     assert asked == [1, 51, 101, 100]
+
+
+def test_what_nearly_fits_says_up_to_where_it_does() -> None:
+    asked: list[int] = []
+
+    def found(number: int) -> int:
+        asked.append(number)
+        return 80
+
+    assert bisected(found, 64, 64, 128, lambda last, number, low: max(last, low)) == (80, 80)
+    assert asked == [96, 88, 84, 82, 81]
 
 
 @pytest.mark.parametrize(
