@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Annotated
-
-from cyclopts import Parameter
-
 from cost_models.errors import UsageError
 from partitioner.commands.options import (
     NOTHING_GIVEN,
     Clusters,
-    Dims,
-    Flag,
     JsonFlag,
     ModelOptions,
     QuietFlag,
     WholeNumber,
     cluster_texts,
 )
+from partitioner.commands.plan_options import AS_USUAL, PlanChoices
 from partitioner.planning.option_table import with_command_help
 from runtime.collector import collector_paused
 
@@ -30,27 +25,8 @@ def fit(
     batch_size: WholeNumber = 1,
     most: WholeNumber | None = None,
     step: WholeNumber | None = None,
-    strategy: str = "auto",
     microbatches: str = "1",
-    micro_couplings: Flag = False,
-    schedule: str = "auto",
-    optimizer_memory: str = "adamw",
-    precision: str | None = None,
-    loss_reduction: str | None = None,
-    min_stages: WholeNumber | None = None,
-    max_stages: WholeNumber | None = None,
-    recompute: str | None = None,
-    pin: Annotated[tuple[str, ...], Parameter(show_default=False)] = (),
-    mesh: str | None = None,
-    fix: str | None = None,
-    objective: str | None = None,
-    split: Annotated[tuple[str, ...], Parameter(show_default=False)] = (),
-    batch_dims: Dims = (),
-    dynamic_dims: Dims = (),
-    opaque: Annotated[tuple[str, ...], Parameter(show_default=False)] = (),
-    check: str = "on",
-    risk: str = "5%",
-    time_limit: float | None = None,
+    choices: PlanChoices = AS_USUAL,
     model_options: ModelOptions = NOTHING_GIVEN,
     quiet: QuietFlag = False,
     json: JsonFlag = False,
@@ -71,9 +47,12 @@ def fit(
     step
         Look at multiples of it only. By default of 1 sample, 128 tokens.
     """
-    arguments = dict(locals())
-    for name in ("models", "cluster", "largest", "most", "step", "quiet", "json"):
-        del arguments[name]
+    arguments = {
+        **choices.arguments(),
+        "batch_size": batch_size,
+        "microbatches": microbatches,
+        "model_options": model_options,
+    }
     if not models:
         raise UsageError("cannot read the command line", ["no MODEL is given"])
     with collector_paused():

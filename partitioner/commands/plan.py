@@ -5,15 +5,12 @@ from __future__ import annotations
 import json as json_text
 import sys
 from pathlib import Path
-from typing import Annotated
-
-from cyclopts import Parameter
+from typing import Any
 
 from cost_models.errors import UsageError
 from partitioner.commands.options import (
     NOTHING_GIVEN,
     Clusters,
-    Dims,
     Flag,
     JsonFlag,
     ModelOptions,
@@ -26,6 +23,7 @@ from partitioner.commands.options import (
     progress,
     report,
 )
+from partitioner.commands.plan_options import AS_USUAL, PlanChoices
 from partitioner.planning.option_table import with_command_help
 from partitioner.planning.stored_plans import StoredPlan, plan_key, store_plan, stored_plan
 from partitioner.record.file import write_text
@@ -40,27 +38,8 @@ def plan(
     *,
     cluster: Clusters,
     batch_size: WholeNumber,
-    strategy: str = "auto",
     microbatches: str = "auto",
-    micro_couplings: Flag = False,
-    schedule: str = "auto",
-    optimizer_memory: str = "adamw",
-    precision: str | None = None,
-    loss_reduction: str | None = None,
-    min_stages: WholeNumber | None = None,
-    max_stages: WholeNumber | None = None,
-    recompute: str | None = None,
-    pin: Annotated[tuple[str, ...], Parameter(show_default=False)] = (),
-    mesh: str | None = None,
-    fix: str | None = None,
-    objective: str | None = None,
-    split: Annotated[tuple[str, ...], Parameter(show_default=False)] = (),
-    batch_dims: Dims = (),
-    dynamic_dims: Dims = (),
-    opaque: Annotated[tuple[str, ...], Parameter(show_default=False)] = (),
-    check: str = "on",
-    risk: str = "5%",
-    time_limit: float | None = None,
+    choices: PlanChoices = AS_USUAL,
     model_options: ModelOptions = NOTHING_GIVEN,
     output: OutputFile = None,
     no_cache: Flag = False,
@@ -86,11 +65,14 @@ def plan(
     timings
         Plan anew, and also print, on stderr, each pass of the compile with its seconds and what came out.
     """
-    arguments = dict(locals())
-    for name in ("model", "output", "no_cache", "timings", "quiet", "json"):
-        del arguments[name]
+    arguments: dict[str, Any] = {
+        **choices.arguments(),
+        "batch_size": batch_size,
+        "microbatches": microbatches,
+        "model_options": model_options,
+    }
     texts = cluster_texts(cluster)
-    if len(texts) > 1 or objective == "usd":
+    if len(texts) > 1 or choices.objective == "usd":
         if timings:
             raise UsageError("cannot print --timings", ["they are of one plan, on one cluster, for its time"])
         from partitioner.commands.offers import plan_on_each  # it imports torch
@@ -107,8 +89,8 @@ def plan(
             from partitioner.commands.plan_model import out_of_time, plan_model
         made = plan_model(model, arguments, output, timings=timings, quiet=quiet, json=json)
     interrupted = made.certificate.solver_status == "interrupted"
-    in_its_own_time = strategy == "auto" and time_limit is None and not interrupted
-    if (stopped := out_of_time(made, time_limit)) and not in_its_own_time:
+    in_its_own_time = choices.strategy == "auto" and choices.time_limit is None and not interrupted
+    if (stopped := out_of_time(made, choices.time_limit)) and not in_its_own_time:
         return report(stopped)
     if key is not None:
         width = terminal_width()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,8 @@ from torch import Tensor, nn
 
 from partitioner import Plan, Workload
 from partitioner.cli import run_command
+from partitioner.largest_fit import OF_PLAN, OF_TRACE
+from partitioner.planning.option_table import OPTIONS
 
 NET = f"{Path(__file__)}:net"
 MLP = f"{Path(__file__).parents[4]}/examples/mlp.py:mlp"
@@ -33,6 +36,23 @@ class Net(nn.Module):
 def net(width: int = 16, seq: int = 128) -> Workload:
     """Build a model that no test file but this one plans."""
     return Workload(Net(width), torch.randn(2, seq, width), name="net")
+
+
+def test_plan_and_fit_take_the_same_options(capsys: Capture) -> None:
+    """In Python too; in their words, but for the defaults of the batch and of its micro-batches."""
+    shown: list[dict[str, str]] = []
+    for command in ("plan", "fit"):
+        assert run_command([command, "--help"]) == 0
+        text = re.sub(r"[│\n] *", " ", capsys.readouterr().out)
+        rows = re.findall(r"--([a-z-]+) (.*?)(?= --[a-z]| ╰)", re.sub(" +", " ", text))
+        shown.append(
+            {name: re.sub(r" \[(default: (1|auto)|required)\]", "", says).strip() for name, says in rows}
+        )
+    names = {(option.flag or option.name).replace("_", "-") for option in OPTIONS}
+    plan, fit = ({name: rows.get(name) for name in names} for rows in shown)
+    assert None not in plan.values()
+    assert plan == fit
+    assert {option.name for option in OPTIONS} <= {*OF_PLAN, *OF_TRACE}
 
 
 def cluster(folder: Path, name: str, usd: float | None, flops: float = 1e9, memory: str = "4MiB") -> str:
