@@ -137,8 +137,9 @@ class _Sizes:
             between = unit // self.step
             reach = partial(self._reach, base, self.step, between - 1)
             steps, fits = bisected(
-                lambda count: self._found(base + count * self.step), reach(fits, 0, 0), fits, between, reach
-            )
+                lambda count: self._found(base + count * self.step), reach(fits, 0, 0), fits, between, reach,
+                reached=self.keeps,
+            )  # fmt: skip
         else:  # the next multiple is beyond what is asked for, or not even the first fits
             top = most if fits else min(most, unit - self.step)
             count = (top - base) // self.step

@@ -30,16 +30,18 @@ def largest(
     found: Callable[[int], FoundT | None], most: int, reach: Reach = no_further
 ) -> tuple[int, FoundT | None]:
     """Return the largest number up to ``most`` with which something is found, and that; 0 and None if not even with 1."""
-    low, ahead, doubled = 0, 1, 1
+    low, ahead, doubled, reached = 0, 1, 1, False
     best: FoundT | None = None
     while low < most:
         high = min(low + ahead, most)
+        before = low
         low, best = _further(found, low, best, high, reach)
+        reached = reached if low == before else low != high
         if low >= high:
             ahead, doubled = doubled, 2 * doubled
             continue
         if best is not None:
-            low, best = bisected(found, low, best, high, reach)
+            low, best = bisected(found, low, best, high, reach, reached=reached)
         if low < high:
             break
         ahead, doubled = 1, 1
@@ -61,14 +63,18 @@ def bisected(
     best: FoundT,
     high: int,
     reach: Reach = no_further,
+    *,
+    reached: bool = False,
 ) -> tuple[int, FoundT]:
     """Return the largest number between ``low``, with which ``best`` was found, and ``high``, with which nothing is.
 
-    Or one beyond ``high``, if what was found on the way reaches so far.
+    Or one beyond ``high``, if what was found on the way reaches so far. ``reached``: ``low`` is as far as ``best`` reaches;
+    then the next is asked for, not the middle: most often it is the end.
     """
     while high - low > 1:
-        middle = (low + high) // 2
+        before, middle = low, low + 1 if reached else (low + high) // 2
         low, best = _further(found, low, best, middle, reach)
+        reached = reached if low == before else low != middle
         if low < middle:
             high = middle
     return low, best
