@@ -150,6 +150,11 @@ class GraphCosts:
         return self._storages.sizes(self._model.at(batch_size), batch_size)
 
     @property
+    def multiplies(self) -> tuple[bool, ...]:
+        """Per op: whether it is a product, which keeps nothing of its result."""
+        return self._storages.multiplies
+
+    @property
     def weight_half(self) -> tuple[bool, ...]:
         """Per op: whether the executor can put off gradients of its parameters; weight halves need what it saved."""
         return self._storages.weight_half

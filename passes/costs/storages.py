@@ -12,6 +12,7 @@ from torch import fx
 from cost_models.arrays import FloatArray
 from passes.costs.saved import SavedPlace
 from passes.costs.size_model import FIRST_STORAGE, SizeModel
+from passes.graph.blocks import MULTIPLYING
 from passes.graph.graph import OpGraph
 from passes.graph.signatures import SignatureTable
 from runtime.segment.split_backward import find_site
@@ -27,6 +28,8 @@ class StorageTable:
     """(index of the op that made the value, its storage) for each op result that the op reads."""
     single: tuple[bool, ...]
     """True if the op makes one tensor (its readers are not projections of a tuple)."""
+    multiplies: tuple[bool, ...]
+    """True if the op is a product: it keeps nothing of its result."""
     weight_half: tuple[bool, ...]
     """True if the op's backward computes gradients of parameters that the executor can put off."""
     index_of: Mapping[str, int]
@@ -94,6 +97,7 @@ def name_storages(graph: OpGraph, table: SignatureTable, model: SizeModel) -> St
         saved=tuple(saved),
         reads=reads,
         single=tuple(not isinstance(node.meta.get("val"), list | tuple) for node in graph.ops),
+        multiplies=tuple(node.target in MULTIPLYING for node in graph.ops),
         weight_half=tuple(
             table.signatures[of].differentiated
             and any(o.role == "weight" for o in operands)

@@ -12,9 +12,10 @@ A block is a run of consecutive ops: a module that is called several times gives
 ``cell#2``, …. So the ops of a block that share a stage can be run as one call, whatever else the stage holds: in a
 topological order nothing leads out of a run and back into it.
 
-Beside these there is ``GATHERS``: every layer that multiplies by a parameter, alone. Backward computes nothing of such a
-block again, since all that a product saves are its operands; but what was gathered for it (ZeRO-3's parameters) is
-gathered again, instead of being kept from forward to backward (of sequence parallelism a product's input, too).
+Beside these there is ``GATHERS``: the layers that multiply a value by parameters, such as those that make query, key
+and value. Backward computes nothing of such a block again, since all that a product saves are its operands; but what
+was gathered for it (ZeRO-3's parameters) is gathered again, instead of being kept from forward to backward (of
+sequence parallelism the products' input, too).
 
 And ``SELECTIVE``: between two products with parameters, the ops from the first product of two activations to the last: the
 scores of an attention, their softmax, its dropout (Korthikanti et al. 2022, section 5). An attention that is one fused op
@@ -36,7 +37,7 @@ MULTIPLYING = PRODUCTS | CONVOLUTIONS
 FEWEST_OPS = 4
 """Fewer than this in a block save nothing worth the recompute: its result is kept by whoever reads it."""
 GATHERS = "gathers"
-"""Stands among a stage's blocks for its products with parameters, each by itself, that are in no other of them."""
+"""Stands among a stage's blocks for its products with parameters, those of one value together, that are in no other."""
 SELECTIVE = "selective"
 """Stands among a stage's blocks for its attentions that are in no other of them."""
 NEIGHBOURS = 4
@@ -153,24 +154,24 @@ def regions_of_stages(
         if own.get(name) in blocks[stage]:
             members[stage].setdefault(own[name], []).append(name)
         elif GATHERS in blocks[stage] and name in products:
-            members[stage][f"{GATHERS} {name}"] = [name]
+            members[stage].setdefault(f"{GATHERS} {products[name]}", []).append(name)
         elif SELECTIVE in blocks[stage] and name in attentions:
             members[stage].setdefault(f"{SELECTIVE} {attentions[name]}", []).append(name)
     return tuple(tuple(tuple(names) for names in found.values()) for found in members)
 
 
 @once_per_graph
-def _products_with_parameters(graph: OpGraph) -> frozenset[str]:
-    """Name the ops that save a parameter, since the other factor needs a gradient, and nothing but their operands."""
+def _products_with_parameters(graph: OpGraph) -> Mapping[str, str]:
+    """Return the other factor of each op that saves a parameter, since that needs a gradient, and nothing but operands."""
     parameters = {given.node for given in graph.inputs if given.kind == "parameter"}
-    found = set()
+    found = {}
     for node in graph.ops:
         if node.target in MULTIPLYING:
             factors = [source.name for source in node.all_input_nodes if is_factor(node, source)]
-            others = graph.needs_grad.difference(parameters).intersection(factors)
+            others = [name for name in factors if name in graph.needs_grad and name not in parameters]
             if others and parameters.intersection(factors):
-                found.add(node.name)
-    return frozenset(found)
+                found[node.name] = others[0]
+    return found
 
 
 @once_per_graph

@@ -31,13 +31,12 @@ def regions_on_shards(graph: OpGraph, regions: Sequence[Sequence[str]]) -> tuple
         own = _of_bridge(node, region_of) if is_bridge(node) else region_of.get(node.name)
         if own is not None and tensors_of(node):  # sizes are computed from the inputs', ahead of everything
             found[own].append(node.name)
-    again = (names for names in found if len(names) > 1 or not _saves_operands_only(graph, names))
-    return tuple(tuple(names) for names in again if names)
+    return tuple(tuple(names) for names in found if not _saves_operands_only(graph, names))
 
 
 def _saves_operands_only(graph: OpGraph, names: Sequence[str]) -> bool:
-    """Tell whether the one op of a region is a product: with nothing gathered for it, nothing is made again."""
-    return bool(names) and graph.nodes[names[0]].target in MULTIPLYING
+    """Tell whether a region is all products: with nothing gathered for them, nothing is made again."""
+    return all(graph.nodes[name].target in MULTIPLYING for name in names)
 
 
 def _of_bridge(bridge: fx.Node, region_of: Mapping[str, int]) -> int | None:

@@ -26,6 +26,9 @@ Start: TypeAlias = Callable[[Tensor], Callable[[], Tensor]]
 RecomputedBlocks: TypeAlias = Sequence[Sequence[str]]
 """Names of the nodes of each block that backward computes again."""
 
+LINEARS_BEHIND = "linears_behind_"
+"""Begins the name of a function that runs layers and the bridge before them."""
+
 aten = torch.ops.aten
 
 
@@ -83,8 +86,13 @@ def linears_behind(bridge: str, there: Callable[[Tensor], Tensor] | None, start:
         result: tuple[Tensor, ...] = _Linears.apply(x, there, start, *parameters)  # type: ignore[no-untyped-call]
         return result
 
-    run.__name__ = run.__qualname__ = f"linears_behind_{bridge}"
+    run.__name__ = run.__qualname__ = f"{LINEARS_BEHIND}{bridge}"
     return run
+
+
+def is_linears(node: fx.Node) -> bool:
+    """Tell whether the node calls what ``linears_behind`` made."""
+    return getattr(node.target, "__name__", "").startswith(LINEARS_BEHIND)
 
 
 def fuse(graph: fx.Graph, runs: Mapping[fx.Node, Callable[..., Any]], regions: RecomputedBlocks = ()) -> None:

@@ -17,7 +17,7 @@ before; backward, which goes through the blocks in reverse, starts a block's aga
     forward    s2 = start(p2)   y1 = block(q1, s1, x)   s3 = start(p3)   y2 = block(q2, s2, y1)
     backward   y2's block again (waits for w2; start(p1) again), its backward, y1's block again (waits for w1), …
 
-A block may be one op with its gathers (``passes.graph.blocks.GATHERS``): then these alone are repeated.
+A block may be products with their gathers (``passes.graph.blocks.GATHERS``): then these alone are repeated.
 """
 
 from __future__ import annotations

@@ -8,14 +8,15 @@
 
 The second forward draws the random numbers of the first (their generators' states are kept), and writes no
 buffer: batch normalization's running statistics advance once. Everything else in a segment's graph is free
-of side effects. Weight halves that ``runtime.segment.split_backward`` defers read recomputed inputs; they stay alive
-until the half has run.
+of side effects. Products whose results only lead out of the region save their operands in the second forward, and
+do not multiply: nobody reads what they would make. Weight halves that ``runtime.segment.split_backward`` defers
+read recomputed inputs; they stay alive until the half has run.
 """
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ from torch import Tensor, fx
 from torch.utils.checkpoint import checkpoint
 
 from cost_models.errors import InternalError
+from runtime.ops.idle_products import multiplies, without_products
 from runtime.ops.local import LEADING, run_local
 
 REGION = "recomputed_region"
@@ -57,11 +59,18 @@ def checkpointed(
     for node in module.graph.nodes:
         if REGION in node.meta:
             members.setdefault(node.meta[REGION], []).append(node)
-    ends = {nodes[-1]: region for region, nodes in members.items()}
+    ends = {nodes[-1] for nodes in members.values()}
     graph = fx.Graph()
     made: dict[fx.Node, fx.Node] = {}
 
+    def emit(region: int) -> None:
+        nodes = members.pop(region)
+        _emit_region(graph, nodes, made, find, f"recomputed_{region}", random, as_function)
+
     def find(node: fx.Node) -> fx.Node:
+        """Return what ``node`` became. A region that is read before its last op runs when it is first read."""
+        if node not in made and node.meta.get(REGION) in members:
+            emit(node.meta[REGION])
         if node not in made:
             raise InternalError(f"recompute: {node} is read before its region is complete")
         return made[node]
@@ -69,10 +78,8 @@ def checkpointed(
     for node in module.graph.nodes:
         if REGION not in node.meta:
             made[node] = graph.node_copy(node, find)
-        elif node in ends:
-            _emit_region(
-                graph, members[ends[node]], made, find, f"recomputed_{ends[node]}", random, as_function
-            )
+        elif node in ends and node.meta[REGION] in members:
+            emit(node.meta[REGION])
     return fx.GraphModule(module, graph)
 
 
@@ -95,10 +102,16 @@ def _emit_region(
             made[node] = graph.node_copy(node, find)
         return
     body = _body(nodes, inputs, outputs)
+    idle = _idle(nodes)
     if writes:  # uncompiled: what a compiled function writes into its inputs, checkpointing would refuse to read again
         function = recomputed(body.forward, _without_writes(body).forward, random=random)
+    elif as_function is not None:
+        function = recomputed(as_function(body), random=random)
+    elif idle:
+        again = _body(nodes, inputs, outputs, idle)
+        function = recomputed(body.forward, again.forward, random=random)
     else:
-        function = recomputed((as_function or _as_it_is)(body), random=random)
+        function = recomputed(body.forward, random=random)
     function.__name__ = function.__qualname__ = name
     call = graph.call_function(function, tuple(find(node) for node in inputs))
     for position, node in enumerate(outputs):
@@ -106,16 +119,28 @@ def _emit_region(
         made[node].meta = {key: value for key, value in node.meta.items() if key != REGION}
 
 
-def _as_it_is(body: fx.GraphModule) -> RegionFunction:
-    function: RegionFunction = body.forward
-    return function
+def _idle(nodes: Sequence[fx.Node]) -> set[fx.Node]:
+    """Return the products of a region that nothing in it reads, and the parts of what they make."""
+    inside, idle = set(nodes), set[fx.Node]()
+    for node in reversed(nodes):
+        if inside.intersection(node.users) <= idle and (node.target is operator.getitem or multiplies(node)):
+            idle.add(node)
+    return idle
 
 
-def _body(nodes: Sequence[fx.Node], inputs: Sequence[fx.Node], outputs: Sequence[fx.Node]) -> fx.GraphModule:
+def _body(
+    nodes: Sequence[fx.Node],
+    inputs: Sequence[fx.Node],
+    outputs: Sequence[fx.Node],
+    idle: Collection[fx.Node] = (),
+) -> fx.GraphModule:
+    """Make a module of a region's nodes; of those that are ``idle`` autograd keeps what it keeps, and they give nothing."""
     graph = fx.Graph()
     own = {node: graph.placeholder(node.name) for node in inputs}
     for node in nodes:
         own[node] = graph.node_copy(node, own.__getitem__)
+        if node in idle and callable(node.target) and node.target is not operator.getitem:
+            own[node].target = without_products(node.target)
     graph.output(tuple(own[node] for node in outputs))
     return fx.GraphModule(torch.nn.Module(), graph)
 

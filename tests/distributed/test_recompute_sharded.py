@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import GPT2Config, GPT2LMHeadModel
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 from benchmarks.feature_matrix import Mesh
 from cost_models.cluster import ClusterSpec
@@ -54,6 +54,25 @@ def test_stages_gather_again(pool: WorkerPool) -> None:
     plan = partition(graph, ClusterSpec.local(4), batch_size=8, strategy="hybrid", fix=fix)
     assert [stage.recomputed_blocks for stage in plan.stages] == [("gathers",)] * 2
     verify_plan(plan, workload, pool=pool, graph=graph).raise_if_different()
+
+
+def test_what_several_products_read_is_gathered_again(pool: WorkerPool) -> None:
+    """Query, key and value read one gather of sequence parallelism: kept in parts, it is gathered once more for all."""
+    shape = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=64, **shape, use_cache=False)).double()
+    ids = torch.randint(64, (8, 32), generator=torch.Generator().manual_seed(0))
+    workload = Workload(model, {"input_ids": ids, "labels": ids.clone()})
+    graph = as_graph(workload)
+    kept, again = (
+        partition(
+            graph, ClusterSpec.local(4), batch_size=8, strategy="hybrid", microbatches=2,
+            fix="data=1 pipeline=2 sequence=2", recompute=kind,
+        )
+        for kind in ("none", "gathers")
+    )  # fmt: skip
+    least = 4 * 32 * 64 * 8 // 2  # of a micro-batch, what one gather adds to a part
+    assert kept.simulate().peak_bytes[0] - again.simulate().peak_bytes[0] >= 2 * least
+    verify_plan(Plan.from_json(again.to_json()), workload, pool=pool, graph=graph).raise_if_different()
 
 
 @pytest.mark.parametrize("fix", ["pipeline=2 tensor=2", "data=2 pipeline=2 zero=3"])

@@ -62,16 +62,29 @@ def test_a_block_repeats_the_bridges_that_only_it_needs(forced: Forced, kinds: s
 
 
 def test_products_alone_repeat_the_gathers_of_their_parameters() -> None:
-    """ZeRO-3's, each with its one product; without gathers nothing is repeated."""
+    """ZeRO-3's, with the products of one value; without gathers nothing is repeated."""
     local = sharded(gpt(), ZERO3).graph
     regions = regions_on_shards(local, blocks(gpt(), GATHERS))
-    products = [node.name for node in gpt().ops if node.target is torch.ops.aten.linear.default]
-    assert [names[-1] for names in regions] == products
-    for *gathers, product in regions:
-        assert gathers
-        assert {local.nodes[name].target for name in gathers} == {all_gather}
-        assert {user.name for name in gathers for user in local.nodes[name].users} == {product}
+    products = [node for node in gpt().ops if node.target is torch.ops.aten.linear.default]
+    assert len(regions) == len({node.args[0] for node in products}) < len(products)
+    for names in regions:
+        gathers = [name for name in names if local.nodes[name].target is all_gather]
+        alike = set(names).difference(gathers)
+        assert len({gpt().nodes[name].args[0] for name in alike}) == 1
+        assert {user.name for name in gathers for user in local.nodes[name].users} == alike
+    assert {name for names in regions for name in names} >= {node.name for node in products}
     assert regions_on_shards(sharded(gpt(), COLUMN_ROW).graph, blocks(gpt(), GATHERS)) == ()
+
+
+def test_products_of_one_value_gather_it_again() -> None:
+    """Sequence parallelism's: query, key and value read one gather, and so do both layers behind a norm."""
+    local = sharded(gpt(), SEQUENCE).graph
+    regions = regions_on_shards(local, blocks(gpt(), GATHERS))
+    assert regions
+    for names in regions:
+        (gather,) = (node for node in map(local.nodes.__getitem__, names) if node.target is all_gather)
+        assert {user.name for user in gather.users} == set(names) - {gather.name}
+    assert max(map(len, regions)) == 4
 
 
 def test_beside_blocks_products_of_other_ops_are_alone() -> None:
