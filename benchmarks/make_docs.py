@@ -101,23 +101,32 @@ def files() -> dict[Path, str]:
     found = {DOCS / name: json.dumps(schema, indent=1) + "\n" for name, schema in schemas.items()}
     return {
         **found,
-        ARCHITECTURE: _between(ARCHITECTURE, ROOMS, room_table(read_house()), END),
+        ARCHITECTURE: _between(ARCHITECTURE, (ROOMS, room_table(read_house()), END)),
         ACCURACY: page_now(),
-        PRESETS: _between(PRESETS, TABLES, preset_tables(), TABLES_END),
+        PRESETS: _between(PRESETS, (TABLES, preset_tables(), TABLES_END)),
         what_fits.PAGE: what_fits.page(),
         PREDICTION: _between(
-            PREDICTION, published_figures.START, published_figures.table(), published_figures.END
+            PREDICTION,
+            (published_figures.START, published_figures.table(), published_figures.END),
+            (
+                published_figures.HELD_OUT_START,
+                published_figures.held_out_table(),
+                published_figures.HELD_OUT_END,
+            ),
         ),
         EVIDENCE: _between(
-            EVIDENCE, published_figures.START, published_figures.sentences(), f"  {published_figures.END}"
+            EVIDENCE, (published_figures.START, published_figures.sentences(), published_figures.END)
         ),
     }
 
 
-def _between(path: Path, begin: str, text: str, end: str) -> str:
-    """Return the page with ``text`` between two of its lines."""
-    before, _, rest = path.read_text().partition(begin)
-    return f"{before}{begin}\n{text}\n{end}{rest.partition(end)[2]}"
+def _between(path: Path, *parts: tuple[str, str, str]) -> str:
+    """Return the page with a text between two of its lines, for each of the parts: (line, text, line)."""
+    page = path.read_text()
+    for begin, text, end in parts:
+        before, _, rest = page.partition(begin)
+        page = f"{before}{begin}\n{text}\n{end}{rest.partition(end)[2]}"
+    return page
 
 
 def with_output(page: str) -> str:

@@ -53,6 +53,10 @@ class AsRun:
     stack: str | None = None
     efficiency: Mapping[str, float] = field(default_factory=dict)
     """Efficiencies in place of the stack's."""
+    host_seconds: float = 0.0
+    """Seconds that its framework's host takes for a step, whatever the devices do meanwhile."""
+    launches_block: bool = False
+    """``CUDA_LAUNCH_BLOCKING=1``: the host launches a kernel when the one before has ended, so the device waits for it."""
     optimizer: str = "adamw"
     schedule: str = "auto"
     place: Literal["first", "last", "fullest"] = "fullest"
@@ -77,10 +81,18 @@ class AsRun:
         if machines > 1:
             found["network"] = dict(self.network)
         cluster = ClusterSpec.model_validate(found)
-        if not self.efficiency:
-            return cluster
-        rates = MeasuredRates(efficiency=dict(self.efficiency))
-        return cluster.with_device_rates(rates, provenance="without its source's runs")
+        rates = MeasuredRates()
+        if self.efficiency:
+            rates = replace(rates, efficiency=dict(self.efficiency))
+        if self.launches_block:
+            first = cluster.devices[0]
+            waits = first.kernel_overhead_seconds + first.launch_overhead_seconds
+            rates = replace(rates, kernel_overhead_seconds=waits)
+        return (
+            cluster.with_device_rates(rates, provenance="as its source ran it")
+            if rates != MeasuredRates()
+            else cluster
+        )
 
 
 def read_rows(path: Path) -> list[ParallelRow]:

@@ -36,8 +36,8 @@ ROOT = Path(__file__).resolve().parents[1]
 FLOORS = ("cost_models", "runtime", "passes", "partitioner")
 STORE = ROOT / "build/parallel_runs.jsonl"
 KINDS = ("data parallel", "TP", "PP", "TPxPP", "ZeRO", "recompute", "interleaved")
-FITTED_ON = ("mosaic",)
-"""Sources on other runs of which a stack's efficiencies were fitted."""
+FITTED_ON = ("mosaic", "nanotron-grid")
+"""Sources on other runs of which something was fitted: a stack's efficiencies, the time of a host."""
 HELD_OUT = "held out: "
 """Begins the id of a stored prediction without what was fitted on the run's source."""
 LEAST_MFU_PERCENT = 10.0
@@ -74,12 +74,13 @@ class Compared:
     predicted: Predicted
 
     @property
+    def step_seconds(self) -> float:
+        """The prediction, or what its framework's host takes, if longer."""
+        return max(self.predicted.step_seconds, self.run.host_seconds)
+
+    @property
     def step_error(self) -> float | None:
-        return (
-            self.predicted.step_seconds / float(self.row["step_seconds"]) - 1.0
-            if scores_step(self.row)
-            else None
-        )
+        return self.step_seconds / float(self.row["step_seconds"]) - 1.0 if scores_step(self.row) else None
 
     @property
     def peak_bytes(self) -> float:
@@ -126,7 +127,16 @@ def _code() -> str:
 
 def key_of(run: AsRun) -> str:
     """Return what a prediction depends on, in short."""
-    return hashlib.sha256(f"{run!r} {_code()}".encode()).hexdigest()[:16]
+    return hashlib.sha256(f"{replace(run, host_seconds=0.0)!r} {_code()}".encode()).hexdigest()[:16]
+
+
+def held_out_run(run: AsRun) -> AsRun:
+    """Return the run without what was fitted on other runs of its source."""
+    return (
+        replace(run, host_seconds=0.0)
+        if run.host_seconds
+        else replace(run, efficiency=NOT_FITTED[run.device])
+    )
 
 
 @lru_cache(maxsize=2)
@@ -204,9 +214,9 @@ def compared(
         except NotExpressibleError as reason:
             yield row, str(reason)
             continue
-        expressed.append((row, replace(run, efficiency=NOT_FITTED[run.device]) if held_out else run))
+        expressed.append((row, held_out_run(run) if held_out else run))
     for row, run in sorted(expressed, key=lambda pair: repr(pair[1].shape)):
-        name = HELD_OUT * held_out + row["id"]
+        name = HELD_OUT * bool(run.efficiency) + row["id"]
         made = known.get(name)
         if not stored_only and (made is None or made.key != key_of(run)):
             made = replace(predicted(row, run), id=name)
@@ -248,12 +258,12 @@ def report(found: Sequence[Compared | tuple[ParallelRow, str]], rows: bool) -> I
 
 def line(item: Compared) -> str:
     """Write one row."""
-    row, made = item.row, item.predicted
+    row = item.row
     step = "" if item.step_error is None else f"{float(row['step_seconds']):9.3f} {item.step_error:+7.1%}"
     memory = (
         "" if item.memory_error is None else f"{float(row['peak_memory_gib']):6.1f} {item.memory_error:+7.1%}"
     )
-    return f"{row['id']:44} {made.step_seconds:9.3f} s {step:18} {item.peak_bytes / GIB:6.1f} GiB {memory}"
+    return f"{row['id']:44} {item.step_seconds:9.3f} s {step:18} {item.peak_bytes / GIB:6.1f} GiB {memory}"
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

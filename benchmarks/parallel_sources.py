@@ -11,6 +11,7 @@ from typing import Literal
 
 import torch
 
+from benchmarks.nanotron_host import host_seconds
 from benchmarks.parallel_models import Decoder
 from benchmarks.parallel_rows import GIB, AsRun, NotExpressibleError, ParallelRow, refuse, run_of, shape_of
 from cost_models.precision import Precision
@@ -64,6 +65,7 @@ def _nanotron(row: ParallelRow) -> AsRun:
     bf16 parameters, float32 copies, gradients summed in float32, fused AdamW; sequence parallelism whose gathers run
     again in backward; logits cast to float32; 1F1B. Its log has peaks of allocated and of reserved memory. The former are
     reset before the optimizer steps, so what the grid shows, which grows with activations, is what was reserved.
+    Its host takes its time (``benchmarks.nanotron_host``).
     """
     shape = shape_of(row, "llama")
     stages = int(row["pp"])
@@ -78,6 +80,7 @@ def _nanotron(row: ParallelRow) -> AsRun:
         recompute="gathers",
         borders=borders,
         optimizer="fused-adamw",
+        host_seconds=host_seconds(row),
         place="first",
         counts="reserved",
         network=EFA,
@@ -112,6 +115,8 @@ MEGATRON_DROPOUT = 0.1
 """The default of ``--hidden-dropout`` and ``--attention-dropout``."""
 MEGATRON_MULTIPLE = 128
 """The default of ``--make-vocab-size-divisible-by``, of each shard's part of the vocabulary."""
+DEEPSPEED_BUCKET = 500_000_000
+"""Elements of the buffer in which ZeRO-1 gathers gradients: the default of ``reduce_bucket_size``."""
 SMI_CONTEXT_BYTES = int(1.6 * GIB)
 """What nvidia-smi counts beside tensors on Jean Zay (the row says so of its memory)."""
 
@@ -122,7 +127,9 @@ def _bigscience(row: ParallelRow) -> AsRun:
     Every layer recomputed, attention as two products around a fused softmax, dropout, the loss in place (``_golden``), no
     sequence parallelism, fp16 gradients unless the row says bf16 with gradients in float32. Those are summed only when all
     of a stage's have been made in bf16 (DeepSpeed's pipeline engine and its optimizer for bf16): they are held beside the
-    sums. Memory is nvidia-smi's, over first and last machine.
+    sums. A stage keeps its outputs from forward to backward (``pipe_buffers`` of that engine), the first of as many
+    micro-batches as there are stages; ZeRO in fp16 has a bucket. Memory is nvidia-smi's, over first and last machine.
+    ``CUDA_LAUNCH_BLOCKING=1`` ("dealing with JZ hanging on the large model": on 80 GPUs steps took 7% longer with it).
     """
     half = torch.float16 if row["precision"] == "fp16" else torch.bfloat16
     shape = shape_of(row, "gpt", attention="softmax", dtype=half, logits=half, dropout=MEGATRON_DROPOUT)
@@ -134,15 +141,17 @@ def _bigscience(row: ParallelRow) -> AsRun:
     )
     borders = full_borders(shape.layers, int(row["pp"]), ends="embeddings balanced" in row["notes"])
     first = int(borders[0].removeprefix("blocks.")) if borders else shape.layers
-    elements = (12 * first * shape.width + shape.vocabulary) * shape.width // int(row["tp"])
+    outputs = int(row["pp"]) * int(row["micro_batch"]) * int(row["sequence"]) * shape.width
+    gradients = (12 * first * shape.width + shape.vocabulary) * shape.width // int(row["tp"])
     return run_of(
         row,
         shape,
         zero=1 if row["sharding"] == "zero1" else 0,
         recompute="full",
         borders=borders,
-        held_bytes=half.itemsize * elements * fp32,
+        held_bytes=half.itemsize * (outputs + (gradients if fp32 else DEEPSPEED_BUCKET)),
         stack="2023",
+        launches_block=True,
         optimizer="fused-adamw",
         precision=precision,
         network=FOUR_CARDS,

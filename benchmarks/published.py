@@ -30,7 +30,15 @@ from pathlib import Path
 import torch
 
 from benchmarks.published_models import bert_large, gpt2, mpt, resnet50
-from benchmarks.residuals import Counts, Residual, counted_bytes, replace_residuals, residual_of
+from benchmarks.residuals import (
+    FILE,
+    HELD_OUT,
+    Counts,
+    Residual,
+    counted_bytes,
+    replace_residuals,
+    residual_of,
+)
 from cost_models.cluster import ClusterSpec
 from cost_models.errors import PartitionerError
 from cost_models.precision import Precision
@@ -326,8 +334,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "--held-out", action="store_true", help="predict each run without what was fitted on its source"
     )
     options = parser.parse_args(arguments)
-    if options.residuals and (options.only != "*" or options.held_out):
-        parser.error("--residuals replaces all rows of this benchmark: leave out --only and --held-out")
+    if options.residuals and options.only != "*":
+        parser.error("--residuals replaces all rows of this benchmark: leave out --only")
     runs = [run for run in read_runs(options.runs) if fnmatch.fnmatch(run.id, options.only)]
     since = time.perf_counter()
     ordered = sorted(runs, key=lambda run: (run.id.split("/")[0], run.tokens))
@@ -337,7 +345,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if options.json:
         options.json.write_text(json.dumps([asdict(outcome) for outcome in outcomes], indent=1))
     if options.residuals:
-        replace_residuals("published", [outcome.residual for outcome in outcomes if outcome.residual])
+        found = [outcome.residual for outcome in outcomes if outcome.residual]
+        replace_residuals("published", found, HELD_OUT if options.held_out else FILE)
 
 
 if __name__ == "__main__":

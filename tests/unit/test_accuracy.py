@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.accuracy import Score, collected, line, page, read_scores, write_scores
+from benchmarks.accuracy import Score, collected, line, page, read_scores, residuals, write_scores
 from benchmarks.parallel_runs import HELD_OUT, Predicted, store
 from tests.unit.test_parallel_rows import MPT, ROW
 
@@ -24,15 +24,29 @@ def test_a_line_has_medians_and_what_lies_in_the_interval():
 
 def test_a_page_sets_apart_what_was_fitted_on():
     fitted = replace(SCORE, id="mpt", source="mosaic", kinds="ZeRO", published_gib=0.0, share=0.97)
-    text = page("2026-01-02", [SCORE, fitted, replace(fitted, source=HELD_OUT + "mosaic", step_seconds=2.0)])
+    without = [
+        replace(score, source=HELD_OUT + score.source, step_seconds=seconds)
+        for score, seconds in ((SCORE, 1.5), (fitted, 2.0))
+    ]
+    text = page("2026-01-02", [SCORE, fitted, *without])
     assert "collected on 2026-01-02" in text
     assert "| **all** | 2 | 10.0%" in text
-    assert "| **all, nothing fitted** | 2 | 55.0%" in text
+    assert "| **all, nothing fitted** | 2 | 75.0%" in text
     assert "| llm-foundry, FSDP | 1 | 0% | 100% |" in text
     assert "| ZeRO | 2 |" in text
     assert "| ZeRO, without the grid | 1 |" in text
     assert "| 1,024 to 4,095 | 2 | 10.0%" in text
     assert text.count("| mpt |") == 1
+
+
+def test_residuals_are_of_runs_as_they_ran():
+    rows = residuals(
+        [SCORE, replace(SCORE, source=HELD_OUT + SCORE.source), replace(SCORE, published_gib=0.0)]
+    )
+    assert [(row.step, row.memory, row.counts) for row in rows] == [
+        (1 / 1.1, 10 / 9, "reserved"),
+        (1 / 1.1, None, ""),
+    ]
 
 
 def test_scores_are_those_of_stored_predictions(tmp_path: Path):
@@ -43,8 +57,18 @@ def test_scores_are_those_of_stored_predictions(tmp_path: Path):
     runs.write_text(
         "\n".join([",".join(mpt), ",".join(mpt.values()), ",".join((columns | {"id": "nt"}).values())])
     )
-    for name, seconds in (("mpt", 2.2), (HELD_OUT + "mpt", 2.4)):
+    for name, seconds in (("mpt", 2.2), (HELD_OUT + "mpt", 2.4), ("nt", 0.1)):
         store(Predicted(name, "", seconds, kind="data parallel", rates="named stack"), kept)
     write_scores(collected(runs, kept), scores)
     _, found = read_scores(scores)
-    assert [score.step_error for score in found] == pytest.approx([0.1, 0.2])
+    assert {
+        (score.id, score.source.startswith(HELD_OUT)): score.step_error for score in found
+    } == pytest.approx(
+        {
+            ("mpt", False): 0.1,
+            ("mpt", True): 0.2,
+            # The host's: 4.5 + 4 x 2.5 ms, for 4 layers, 32 micro-batches and 3 to fill.
+            ("nt", False): 14.5e-3 * 4 * 35 / 2 - 1,
+            ("nt", True): 0.1 / 2 - 1,
+        }
+    )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -85,9 +87,19 @@ def test_each_published_number_is_compared_with_what_it_counts():
     made = Predicted("bs", "", peaks=(57 * GIB, GIB, 57 * GIB), allocators=part, communicators=part)
     assert Compared(GOLDEN, as_run(GOLDEN), made).peak_bytes == GIB
     assert Compared(ROW, as_run(ROW), made).peak_bytes == pytest.approx(57.2 * GIB)
-    assert Compared(BLOOM, run, made).memory_error == pytest.approx(0, abs=1e-6)
+    outputs = 12 * 2 * 2048 * 14336  # of as many micro-batches as stages
+    assert run.held_bytes == 2 * (outputs + 500_000_000)
+    assert Compared(BLOOM, run, made).memory_error == pytest.approx(run.held_bytes / (59 * GIB), abs=1e-6)
     in_fp32 = as_run({**BLOOM, "precision": "bf16, fp32 grad accumulation"})
-    assert in_fp32.held_bytes == 2 * (12 * 5 * 14336 + 250880) * 14336 // 4
+    assert in_fp32.held_bytes == 2 * (outputs + (12 * 5 * 14336 + 250880) * 14336 // 4)
+
+
+def test_kernels_wait_for_their_launches_where_those_block():
+    run = as_run(BLOOM)
+    free, blocked = (made.cluster().devices[0] for made in (replace(run, launches_block=False), run))
+    waits = blocked.kernel_overhead_seconds - free.kernel_overhead_seconds
+    assert waits == pytest.approx(free.launch_overhead_seconds)
+    assert free.launch_overhead_seconds > 0
 
 
 def test_nanotron_ends_a_stage_with_the_block_that_passes_its_share():
