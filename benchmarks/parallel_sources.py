@@ -11,7 +11,7 @@ from typing import Literal
 
 import torch
 
-from benchmarks.nanotron_host import host_seconds
+from benchmarks.nanotron_host import host_seconds, microbatches
 from benchmarks.parallel_models import Decoder
 from benchmarks.parallel_rows import GIB, AsRun, NotExpressibleError, ParallelRow, refuse, run_of, shape_of
 from cost_models.precision import Precision
@@ -40,6 +40,22 @@ def full_borders(layers: int, stages: int, *, ends: bool) -> list[str]:
     return [f"blocks.{cut}" for cut in cuts]
 
 
+def parameters_of(shape: Decoder, layers: int, tables: int, shards: int) -> int:
+    """Count the parameters of so many layers and tables of the vocabulary that a shard has, but for norms and biases."""
+    attention = (2 + 2 * shape.kv_heads / shape.heads) * shape.width**2
+    products = 3 if shape.family == "llama" else 2
+    of_layers = layers * (attention + products * shape.width * shape.ffn)
+    return int(of_layers + tables * shape.vocabulary * shape.width) // shards
+
+
+def gradient_buffer_bytes(row: ParallelRow, shape: Decoder, layers: int, tables: int) -> int:
+    """Count bytes of the buffer of gradients in float32 that is there all the time, in steps of one micro-batch.
+
+    A plan of ours makes gradients as backward goes on, and has them all from the second micro-batch on.
+    """
+    return 4 * parameters_of(shape, layers, tables, int(row["tp"])) if microbatches(row) == 1 else 0
+
+
 def nanotron_borders(shape: Decoder, stages: int) -> list[str]:
     """Cut as nanotron does: by multiplications of layers and head; a stage ends with the block that passes its share.
 
@@ -65,7 +81,8 @@ def _nanotron(row: ParallelRow) -> AsRun:
     bf16 parameters, float32 copies, gradients summed in float32, fused AdamW; sequence parallelism whose gathers run
     again in backward; logits cast to float32; 1F1B. Its log has peaks of allocated and of reserved memory. The former are
     reset before the optimizer steps, so what the grid shows, which grows with activations, is what was reserved.
-    Its host takes its time (``benchmarks.nanotron_host``).
+    Gradients have a buffer from the start (``FP32GradientAccumulator``). Its host takes its time
+    (``benchmarks.nanotron_host``).
     """
     shape = shape_of(row, "llama")
     stages = int(row["pp"])
@@ -73,12 +90,15 @@ def _nanotron(row: ParallelRow) -> AsRun:
     borders = nanotron_borders(shape, stages) if stages > 1 else []
     if len(borders) != stages - 1:
         raise NotExpressibleError("a pipeline with an empty stage")
+    inner = bool(borders) and borders[0].startswith("blocks.")
+    first = int(borders[0].removeprefix("blocks.")) if inner else shape.layers
     return run_of(
         row,
         shape,
         zero=zero,
         recompute="gathers",
         borders=borders,
+        held_bytes=gradient_buffer_bytes(row, shape, first, 1 if borders else 2),
         optimizer="fused-adamw",
         host_seconds=host_seconds(row),
         place="first",
@@ -142,7 +162,7 @@ def _bigscience(row: ParallelRow) -> AsRun:
     borders = full_borders(shape.layers, int(row["pp"]), ends="embeddings balanced" in row["notes"])
     first = int(borders[0].removeprefix("blocks.")) if borders else shape.layers
     outputs = int(row["pp"]) * int(row["micro_batch"]) * int(row["sequence"]) * shape.width
-    gradients = (12 * first * shape.width + shape.vocabulary) * shape.width // int(row["tp"])
+    gradients = parameters_of(shape, first, 1, int(row["tp"]))
     return run_of(
         row,
         shape,
@@ -209,6 +229,7 @@ def _golden(row: ParallelRow) -> AsRun:
     Parameters in 16 bits, gradients summed in float32, masters in float32; Transformer Engine's attention keeps no scores
     unless the row says ``unfused``, the local one does. The loss is computed in place: a softmax in float32, then its
     gradient in the same bytes, beside logits of 16 bits. A loss in 16 bits that is not in place has as many bytes.
+    Gradients have a buffer from the start (``DistributedDataParallel`` of megatron-core).
     """
     if _UNLIKE.search(row["id"]):
         raise NotExpressibleError("a test whose model or stages the columns do not tell")
@@ -222,12 +243,14 @@ def _golden(row: ParallelRow) -> AsRun:
     words = row["vocab"].split()
     padded = {**row, "vocab": f"{words[0]} padded to {MEGATRON_MULTIPLE}*tp"}
     attention: Literal["flash", "softmax"] = "softmax" if unfused else "flash"
+    shape = shape_of(padded, "gpt", attention=attention, dtype=half, logits=half, dropout=MEGATRON_DROPOUT)
     return run_of(
         row,
-        shape_of(padded, "gpt", attention=attention, dtype=half, logits=half, dropout=MEGATRON_DROPOUT),
+        shape,
         zero=1 if row["sharding"] == "zero1" else 0,
         recompute="full" if row["recompute"].startswith("full") else "none",
         place="last",
+        held_bytes=gradient_buffer_bytes(row, shape, shape.layers // int(row["pp"]), 1 if shape.tied else 2),
         optimizer="fused-adamw",
         precision=precision,
     )

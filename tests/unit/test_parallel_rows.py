@@ -19,7 +19,7 @@ ROW = {
     "vpp": "1", "sharding": "zero1",
 }  # fmt: skip
 BLOOM = {
-    **ROW, "source_id": "bigscience", "layers": "70", "hidden": "14336", "heads": "112", "ffn": "57344", "vocab": "250880",
+    **ROW, "source_id": "bigscience", "layers": "70", "hidden": "14336", "heads": "112", "kv_heads": "112", "ffn": "57344", "vocab": "250880",
     "gpu": "a100_80gb", "gpus": "384", "sp": "0", "pp": "12", "trust": "B", "precision": "fp16", "optimizer": "fused Adam",
     "notes": "embeddings balanced as pipeline slots", "peak_memory_gib": "59", "sequence": "2048",
 }  # fmt: skip
@@ -92,6 +92,13 @@ def test_each_published_number_is_compared_with_what_it_counts():
     assert Compared(BLOOM, run, made).memory_error == pytest.approx(run.held_bytes / (59 * GIB), abs=1e-6)
     in_fp32 = as_run({**BLOOM, "precision": "bf16, fp32 grad accumulation"})
     assert in_fp32.held_bytes == 2 * (outputs + (12 * 5 * 14336 + 250880) * 14336 // 4)
+
+
+def test_gradients_have_a_buffer_from_the_start_in_steps_of_one_micro_batch():
+    one = {**ROW, "gpus": "64", "tp": "1", "pp": "2", "micro_batch": "8"}  # 32 replicas
+    layers = 11 * (4 * 2048**2 + 3 * 2048 * 8192)  # the first stage's
+    assert as_run(one).held_bytes == 4 * (layers + 131072 * 2048)
+    assert as_run({**one, "micro_batch": "4"}).held_bytes == 0
 
 
 def test_kernels_wait_for_their_launches_where_those_block():
