@@ -264,10 +264,11 @@ READING = """\
 
 - **The interval** is the range that a plan prints for nine of ten runs. Where fewer lie in it, it claims too much.
 - **Bias** below zero: predicted too fast, or too small.
-- **nanotron's host.** In the grid's other rows a layer of a micro-batch takes no less than 4.5 ms, and where there is a
-  pipeline 2.5 ms more for each rank of its tensor group: 24 ms at 8, as long for a model of 1 as for one of 80 billion
-  parameters (`python -m benchmarks.nanotron_host`). So a step of nanotron's is predicted to take that, where it is
-  longer than what the devices need. Why it grows with the group is not known here; no other source shows it.
+- **nanotron's host.** In the grid's other rows a layer of a micro-batch takes no less than 4.5 ms, and where a
+  pipeline goes over machines 2.5 ms more for each rank of its tensor group: 24 ms at 8, as long for a model of 1 as
+  for one of 80 billion parameters (`python -m benchmarks.nanotron_host`). So a step of nanotron's is predicted to take
+  that, where it is longer than what the devices need. Why it grows with the group is not known here; no other source
+  shows it.
 - **Few tokens a shard** (a micro-batch's over the shards): steps are predicted too fast, the more so the fewer.
 - **BLOOM's search** ran with `CUDA_LAUNCH_BLOCKING=1`: each kernel waits for its launch, and so it is predicted.
 - {full} of llm-foundry's runs would fill more than {share:.0%} of the memory by prediction: the median error of their

@@ -4,10 +4,10 @@
 
 Over the grid's rows of few tokens a shard, the time of a layer (step over layers of a stage, times micro-batches and the
 stages that fill and drain) does not depend on the model, from 1 to 80 billion parameters, nor on the tokens. Without a
-pipeline its lowest decile is 4.5 ms for 2, 4 and 8 ranks of a tensor group; with one it grows by 2.5 ms with every rank
-(two machines: by a tenth more). Why it grows with the ranks of a group is not known here; other sources do not show it.
+pipeline its lowest decile is 4.5 ms for 2, 4 and 8 ranks of a tensor group; with one over several machines it grows by
+2.5 ms with every rank. Why it grows with the ranks of a group is not known here; other sources do not show it.
 
-    host seconds of a step = (A + B · ranks of a tensor group, where there is a pipeline) · layers / stages
+    host seconds of a step = (A + B · ranks of a tensor group, where a pipeline goes over machines) · layers / stages
                              · (micro-batches + stages - 1)
 
 Rows that ``docs/accuracy.md`` compares are left out of the fit.
@@ -35,9 +35,12 @@ PER_MACHINE = 8
 
 def host_seconds(row: ParallelRow) -> float:
     """Return the seconds of a step below which nanotron's host does not get."""
-    ranks, stages = int(row["tp"]), int(row["pp"])
-    layer = A_SECONDS + (B_SECONDS * ranks if stages > 1 else 0.0)
-    return layer * layer_times(row)
+    return (A_SECONDS + (B_SECONDS * int(row["tp"]) if over_machines(row) else 0.0)) * layer_times(row)
+
+
+def over_machines(row: ParallelRow) -> bool:
+    """Tell whether there is a pipeline, and more than one machine."""
+    return int(row["pp"]) > 1 and int(row["gpus"]) > PER_MACHINE
 
 
 def layer_times(row: ParallelRow) -> float:
@@ -53,13 +56,13 @@ def microbatches(row: ParallelRow) -> int:
 
 
 def deciles(rows: Iterable[ParallelRow]) -> dict[tuple[bool, int], tuple[int, float]]:
-    """Return by (pipeline, ranks of a tensor group) the number of rows and the lowest decile of a layer's seconds."""
+    """Return rows and the lowest decile of a layer's seconds, by (pipeline over machines, ranks of a tensor group)."""
     layers: dict[tuple[bool, int], list[float]] = defaultdict(list)
     for row in rows:
         ranks = int(row["tp"])
         tokens = int(row["micro_batch"]) * int(row["sequence"]) / ranks
         if 1 < ranks <= PER_MACHINE and tokens <= FEW_TOKENS and microbatches(row) >= FULL_PIPELINE:
-            layers[int(row["pp"]) > 1, ranks].append(float(row["step_seconds"]) / layer_times(row))
+            layers[over_machines(row), ranks].append(float(row["step_seconds"]) / layer_times(row))
     return {key: (len(found), sorted(found)[len(found) // 10]) for key, found in sorted(layers.items())}
 
 
@@ -84,9 +87,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     ]
     found = deciles(rows)
     for (pipeline, ranks), (count, least) in found.items():
-        words = "with a pipeline" if pipeline else "without"
+        words = "pipeline over machines" if pipeline else "without"
         print(
-            f"{words:16} tensor groups of {ranks}: {count:4} rows, lowest decile {1e3 * least:5.1f} ms a layer"
+            f"{words:22} tensor groups of {ranks}: {count:4} rows, lowest decile {1e3 * least:5.1f} ms a layer"
         )
     print("A {:.2f} ms, B {:.2f} ms".format(*(1e3 * value for value in fitted(found))))
 

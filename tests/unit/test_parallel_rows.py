@@ -19,9 +19,10 @@ ROW = {
     "vpp": "1", "sharding": "zero1",
 }  # fmt: skip
 BLOOM = {
-    **ROW, "source_id": "bigscience", "layers": "70", "hidden": "14336", "heads": "112", "kv_heads": "112", "ffn": "57344", "vocab": "250880",
-    "gpu": "a100_80gb", "gpus": "384", "sp": "0", "pp": "12", "trust": "B", "precision": "fp16", "optimizer": "fused Adam",
-    "notes": "embeddings balanced as pipeline slots", "peak_memory_gib": "59", "sequence": "2048",
+    **ROW, "source_id": "bigscience", "layers": "70", "hidden": "14336", "heads": "112", "kv_heads": "112", "ffn": "57344",
+    "vocab": "250880", "gpu": "a100_80gb", "gpus": "384", "sp": "0", "pp": "12", "trust": "B", "precision": "fp16",
+    "optimizer": "fused Adam", "notes": "embeddings balanced as pipeline slots", "peak_memory_gib": "59",
+    "sequence": "2048",
 }  # fmt: skip
 MPT = {
     **ROW, "source_id": "mosaic", "model": "mpt-70b", "kind": "AC+FSDP+TIME", "tp": "1", "pp": "1",
