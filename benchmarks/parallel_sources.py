@@ -82,7 +82,7 @@ def _nanotron(row: ParallelRow) -> AsRun:
     again in backward; logits cast to float32; 1F1B. Its log has peaks of allocated and of reserved memory. The former are
     reset before the optimizer steps, so what the grid shows, which grows with activations, is what was reserved.
     Gradients have a buffer from the start (``FP32GradientAccumulator``). Its host takes its time
-    (``benchmarks.nanotron_host``).
+    (``benchmarks.nanotron_host``), and allocates ahead (``scattered_bytes``).
     """
     shape = shape_of(row, "llama")
     stages = int(row["pp"])
@@ -98,13 +98,26 @@ def _nanotron(row: ParallelRow) -> AsRun:
         zero=zero,
         recompute="gathers",
         borders=borders,
-        held_bytes=gradient_buffer_bytes(row, shape, first, 1 if borders else 2),
+        held_bytes=gradient_buffer_bytes(row, shape, first, 1 if borders else 2)
+        + scattered_bytes(row, shape, first),
         optimizer="fused-adamw",
         host_seconds=host_seconds(row),
         place="first",
         counts="reserved",
         network=EFA,
     )
+
+
+def scattered_bytes(row: ParallelRow, shape: Decoder, layers: int) -> int:
+    """Count what two products of each layer made of a micro-batch, before its sum was scattered: freed, and not yet free.
+
+    The host launches a micro-batch ahead of the device, and memory that NCCL's stream uses is handed out again only when
+    that stream is through (``record_stream`` in PyTorch's notes on CUDA; ``TORCH_NCCL_AVOID_RECORD_STREAMS``, off in those
+    years), so that no layer takes what the layer before gave up.
+    """
+    shards = int(row["tp"])
+    whole = int(row["micro_batch"]) * int(row["sequence"]) * shape.width * shape.dtype.itemsize
+    return 2 * layers * whole * (shards > 1)
 
 
 MPT_70B_LAYERS = 80
