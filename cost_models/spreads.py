@@ -11,21 +11,21 @@ from cost_models.devices import CountedKind
 from cost_models.intervals import PlanKind, RateSource, Spread
 
 STEP_SECONDS: Mapping[tuple[PlanKind, RateSource], Spread] = {
-    ("one device", "calibrated"): Spread(center=0.0445, scale=0.1116, freedom=5, runs=0, sources=0),
-    ("one device", "named stack"): Spread(center=0.0445, scale=0.1116, freedom=5, runs=0, sources=0),
-    ("one device", "presets"): Spread(center=0.0562, scale=0.1006, freedom=8, runs=12, sources=3),
-    ("data parallel", "calibrated"): Spread(center=0.0334, scale=0.0662, freedom=9, runs=6, sources=4),
-    ("data parallel", "named stack"): Spread(center=0.0195, scale=0.0668, freedom=8, runs=93, sources=3),
-    ("data parallel", "presets"): Spread(center=0.0214, scale=0.0844, freedom=6, runs=2, sources=1),
-    ("pipeline", "calibrated"): Spread(center=0.0409, scale=0.0778, freedom=10, runs=21, sources=5),
-    ("pipeline", "named stack"): Spread(center=0.0445, scale=0.1116, freedom=5, runs=0, sources=0),
-    ("pipeline", "presets"): Spread(center=0.0445, scale=0.1116, freedom=5, runs=0, sources=0),
-    ("sharded", "calibrated"): Spread(center=0.1165, scale=0.2821, freedom=12, runs=21, sources=7),
-    ("sharded", "named stack"): Spread(center=0.0445, scale=0.1116, freedom=5, runs=0, sources=0),
-    ("sharded", "presets"): Spread(center=0.0445, scale=0.1116, freedom=5, runs=0, sources=0),
+    ("one device", "calibrated"): Spread(center=0.0650, scale=0.1492, freedom=7, runs=0, sources=0),
+    ("one device", "named stack"): Spread(center=0.0650, scale=0.1492, freedom=7, runs=0, sources=0),
+    ("one device", "presets"): Spread(center=0.0614, scale=0.1114, freedom=10, runs=12, sources=3),
+    ("data parallel", "calibrated"): Spread(center=0.0375, scale=0.0795, freedom=11, runs=6, sources=4),
+    ("data parallel", "named stack"): Spread(center=0.0057, scale=0.0822, freedom=13, runs=177, sources=6),
+    ("data parallel", "presets"): Spread(center=0.0715, scale=0.2317, freedom=9, runs=8, sources=2),
+    ("pipeline", "calibrated"): Spread(center=0.0443, scale=0.0873, freedom=12, runs=21, sources=5),
+    ("pipeline", "named stack"): Spread(center=0.0650, scale=0.1492, freedom=7, runs=0, sources=0),
+    ("pipeline", "presets"): Spread(center=0.0650, scale=0.1492, freedom=7, runs=0, sources=0),
+    ("sharded", "calibrated"): Spread(center=0.1190, scale=0.2828, freedom=14, runs=21, sources=7),
+    ("sharded", "named stack"): Spread(center=0.0753, scale=0.1219, freedom=9, runs=102, sources=2),
+    ("sharded", "presets"): Spread(center=0.0960, scale=0.1533, freedom=9, runs=138, sources=2),
 }
 
 PEAK_BYTES: Mapping[CountedKind, Spread] = {
-    "cuda": Spread(center=0.0578, scale=0.1095, freedom=7, runs=283, sources=6),
-    "cpu": Spread(center=-0.0164, scale=0.0499, freedom=10, runs=48, sources=9),
+    "cuda": Spread(center=0.0451, scale=0.0873, freedom=7, runs=310, sources=6),
+    "cpu": Spread(center=-0.0170, scale=0.0481, freedom=10, runs=48, sources=9),
 }
