@@ -96,7 +96,7 @@ def sentences() -> str:
         f"Without what was fitted the median of all is {_median(unfitted):.1%}. Memory was published for {len(peaks)} of "
         f"them: median {_median(peaks):.1%}, at most {max(map(abs, peaks)):.0%} (`make published`, same page)."
     )
-    return textwrap.fill(text, 120, initial_indent="- ", subsequent_indent="  ")
+    return textwrap.fill(text, 120, initial_indent="- ", subsequent_indent="  ", break_on_hyphens=False)
 
 
 def _median(found: Sequence[float]) -> float:
