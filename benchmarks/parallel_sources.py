@@ -81,7 +81,7 @@ def _nanotron(row: ParallelRow) -> AsRun:
     bf16 parameters, float32 copies, gradients summed in float32, fused AdamW; sequence parallelism whose gathers run
     again in backward; logits cast to float32; 1F1B. Its log has peaks of allocated and of reserved memory. The former are
     reset before the optimizer steps, so what the grid shows, which grows with activations, is what was reserved.
-    Gradients have a buffer from the start (``FP32GradientAccumulator``). Its host takes its time
+    Gradients have a buffer from the start (its FP32GradientAccumulator). Its host takes its time
     (``benchmarks.nanotron_host``), and allocates ahead (``scattered_bytes``).
     """
     shape = shape_of(row, "llama")
@@ -112,7 +112,7 @@ def scattered_bytes(row: ParallelRow, shape: Decoder, layers: int) -> int:
     """Count what two products of each layer made of a micro-batch, before its sum was scattered: freed, and not yet free.
 
     The host launches a micro-batch ahead of the device, and memory that NCCL's stream uses is handed out again only when
-    that stream is through (``record_stream`` in PyTorch's notes on CUDA; ``TORCH_NCCL_AVOID_RECORD_STREAMS``, off in those
+    that stream is through ("record_stream" in PyTorch's notes on CUDA; TORCH_NCCL_AVOID_RECORD_STREAMS, off in those
     years), so that no layer takes what the layer before gave up.
     """
     shards = int(row["tp"])
@@ -149,7 +149,7 @@ MEGATRON_DROPOUT = 0.1
 MEGATRON_MULTIPLE = 128
 """The default of ``--make-vocab-size-divisible-by``, of each shard's part of the vocabulary."""
 DEEPSPEED_BUCKET = 500_000_000
-"""Elements of the buffer in which ZeRO-1 gathers gradients: the default of ``reduce_bucket_size``."""
+"""Elements of the buffer in which ZeRO-1 gathers gradients: the default of its "reduce_bucket_size"."""
 SMI_CONTEXT_BYTES = int(1.6 * GIB)
 """What nvidia-smi counts beside tensors on Jean Zay (the row says so of its memory)."""
 
@@ -160,7 +160,7 @@ def _bigscience(row: ParallelRow) -> AsRun:
     Every layer recomputed, attention as two products around a fused softmax, dropout, the loss in place (``_golden``), no
     sequence parallelism, fp16 gradients unless the row says bf16 with gradients in float32. Those are summed only when all
     of a stage's have been made in bf16 (DeepSpeed's pipeline engine and its optimizer for bf16): they are held beside the
-    sums. A stage keeps its outputs from forward to backward (``pipe_buffers`` of that engine), the first of as many
+    sums. A stage keeps its outputs from forward to backward (its "pipe_buffers"), the first of as many
     micro-batches as there are stages; ZeRO in fp16 has a bucket. Memory is nvidia-smi's, over first and last machine.
     ``CUDA_LAUNCH_BLOCKING=1`` ("dealing with JZ hanging on the large model": on 80 GPUs steps took 7% longer with it).
     """

@@ -121,6 +121,10 @@ class ToyCosts:
         return tuple((name,) for name in self.ops)
 
     @property
+    def multiplies(self) -> tuple[bool, ...]:
+        return (False,) * len(self.ops)
+
+    @property
     def weight_half(self) -> tuple[bool, ...]:
         return tuple(node.target is aten.linear.default for node in self.graph.ops)
 
