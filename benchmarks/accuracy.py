@@ -159,7 +159,10 @@ def read_scores(path: Path = SCORES) -> tuple[str, list[Score]]:
 
 
 def residuals(scores: Iterable[Score]) -> list[Residual]:
-    """Return the residuals of runs as they ran, those of which a step or a peak was published."""
+    """Return the residuals of runs as they ran, those of which a step or a peak was published.
+
+    Steps of the grid are one iteration each, on a cluster in trouble: they tell of that, and are compared alone.
+    """
     return [
         Residual(
             "parallel",
@@ -168,13 +171,17 @@ def residuals(scores: Iterable[Score]) -> list[Residual]:
             score.errs_like,
             score.rates,
             "cuda",
-            score.published_seconds / score.step_seconds if score.published_seconds else None,
+            score.published_seconds / score.step_seconds if _fits_steps(score) else None,
             score.published_gib / score.peak_gib if score.published_gib else None,
             COUNTS[score.source] if score.published_gib else "",
         )
         for score in scores
-        if not score.source.startswith(HELD_OUT) and (score.published_seconds or score.published_gib)
+        if not score.source.startswith(HELD_OUT) and (_fits_steps(score) or score.published_gib)
     ]
+
+
+def _fits_steps(score: Score) -> bool:
+    return score.published_seconds > 0 and score.source != GRID
 
 
 def write_scores(scores: Sequence[Score], path: Path = SCORES) -> None:

@@ -11,18 +11,18 @@ from cost_models.devices import CountedKind
 from cost_models.intervals import PlanKind, RateSource, Spread
 
 STEP_SECONDS: Mapping[tuple[PlanKind, RateSource], Spread] = {
-    ("one device", "calibrated"): Spread(center=0.0650, scale=0.1492, freedom=7, runs=0, sources=0),
-    ("one device", "named stack"): Spread(center=0.0650, scale=0.1492, freedom=7, runs=0, sources=0),
-    ("one device", "presets"): Spread(center=0.0614, scale=0.1114, freedom=10, runs=12, sources=3),
-    ("data parallel", "calibrated"): Spread(center=0.0375, scale=0.0795, freedom=11, runs=6, sources=4),
-    ("data parallel", "named stack"): Spread(center=0.0057, scale=0.0822, freedom=13, runs=177, sources=6),
-    ("data parallel", "presets"): Spread(center=0.0715, scale=0.2317, freedom=9, runs=8, sources=2),
-    ("pipeline", "calibrated"): Spread(center=0.0443, scale=0.0873, freedom=12, runs=21, sources=5),
-    ("pipeline", "named stack"): Spread(center=0.0650, scale=0.1492, freedom=7, runs=0, sources=0),
-    ("pipeline", "presets"): Spread(center=0.0650, scale=0.1492, freedom=7, runs=0, sources=0),
-    ("sharded", "calibrated"): Spread(center=0.1190, scale=0.2828, freedom=14, runs=21, sources=7),
-    ("sharded", "named stack"): Spread(center=0.0753, scale=0.1219, freedom=9, runs=102, sources=2),
-    ("sharded", "presets"): Spread(center=0.0960, scale=0.1533, freedom=9, runs=138, sources=2),
+    ("one device", "calibrated"): Spread(center=0.0628, scale=0.1282, freedom=7, runs=0, sources=0),
+    ("one device", "named stack"): Spread(center=0.0628, scale=0.1282, freedom=7, runs=0, sources=0),
+    ("one device", "presets"): Spread(center=0.0608, scale=0.1049, freedom=10, runs=12, sources=3),
+    ("data parallel", "calibrated"): Spread(center=0.0370, scale=0.0721, freedom=11, runs=6, sources=4),
+    ("data parallel", "named stack"): Spread(center=0.0054, scale=0.0772, freedom=13, runs=177, sources=6),
+    ("data parallel", "presets"): Spread(center=0.0305, scale=0.0969, freedom=8, runs=2, sources=1),
+    ("pipeline", "calibrated"): Spread(center=0.0439, scale=0.0819, freedom=12, runs=21, sources=5),
+    ("pipeline", "named stack"): Spread(center=0.0628, scale=0.1282, freedom=7, runs=0, sources=0),
+    ("pipeline", "presets"): Spread(center=0.0628, scale=0.1282, freedom=7, runs=0, sources=0),
+    ("sharded", "calibrated"): Spread(center=0.1188, scale=0.2816, freedom=14, runs=21, sources=7),
+    ("sharded", "named stack"): Spread(center=0.0746, scale=0.1139, freedom=9, runs=102, sources=2),
+    ("sharded", "presets"): Spread(center=0.1165, scale=0.1389, freedom=8, runs=6, sources=1),
 }
 
 PEAK_BYTES: Mapping[CountedKind, Spread] = {
