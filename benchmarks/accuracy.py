@@ -59,7 +59,7 @@ COUNTS: dict[str, Counts] = {
     "bigscience": "driver",
     "mlm-golden": "allocated",
 }
-"""What the published memory counts. Predictions that were stored before plans had an allocator are of tensors alone."""
+"""What the published memory counts."""
 FULL = 0.95
 """The share of a device's memory from which on allocators are known to free and ask again, which no prediction here has."""
 
@@ -243,7 +243,7 @@ HEAD = (
 ABOUT = """\
 # Accuracy: predictions beside published parallel runs
 
-Made by `python -m benchmarks.accuracy` from predictions collected on {date}. {runs} runs of {sources} sources, that
+Made by `python -m benchmarks.accuracy` from predictions collected until {date}. {runs} runs of {sources} sources, that
 others made on A100s, H100s and GB200s and published, each planned as it was run: its model, its cluster, its batch
 and one `--fix` line of degrees, ZeRO, micro-batches, recomputation and stage borders (`benchmarks/parallel_sources.py`
 says what each framework does alike in all of its runs, and where that is written). The file of runs is not part of

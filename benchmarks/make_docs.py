@@ -115,7 +115,7 @@ def files() -> dict[Path, str]:
             ),
         ),
         EVIDENCE: _between(
-            EVIDENCE, (published_figures.START, published_figures.sentences(), published_figures.END)
+            EVIDENCE, (published_figures.START, published_figures.sentences(), f"  {published_figures.END}")
         ),
     }
 

@@ -21,7 +21,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
-from benchmarks.parallel_rows import ParallelRow, read_rows
+from benchmarks.parallel_rows import PER_MACHINE, ParallelRow, microbatches, read_rows
 
 A_SECONDS = 4.5e-3
 B_SECONDS = 2.5e-3
@@ -30,7 +30,6 @@ FEW_TOKENS = 2048
 """Rows with at most so many tokens a shard are looked at: kernels of more take longer than the host on an H100."""
 FULL_PIPELINE = 8
 """Rows of at least so many micro-batches: of fewer, summing gradients and the optimizer are a large part."""
-PER_MACHINE = 8
 
 
 def host_seconds(row: ParallelRow) -> float:
@@ -47,12 +46,6 @@ def layer_times(row: ParallelRow) -> float:
     """Return how many layers of a micro-batch a stage computes one after the other, its bubbles with them."""
     stages = int(row["pp"])
     return int(row["layers"]) / stages * (microbatches(row) + stages - 1)
-
-
-def microbatches(row: ParallelRow) -> int:
-    """Return the micro-batches of a replica's step."""
-    replicas = int(row["gpus"]) // (int(row["tp"]) * int(row["pp"]))
-    return int(row["global_batch"]) // (int(row["micro_batch"]) * replicas)
 
 
 def deciles(rows: Iterable[ParallelRow]) -> dict[tuple[bool, int], tuple[int, float]]:

@@ -218,6 +218,12 @@ def run_of(
     return replace(made, **more)
 
 
+def microbatches(row: ParallelRow) -> int:
+    """Return the micro-batches of a replica's step."""
+    replicas = int(row["gpus"]) // (int(row["tp"]) * int(row["pp"]))
+    return int(row["global_batch"]) // (int(row["micro_batch"]) * replicas)
+
+
 def even_borders(layers: int, stages: int) -> list[str]:
     """Cut equally many layers, the embedding before the first stage's, the head behind the last one's (Megatron-LM)."""
     if layers % stages:

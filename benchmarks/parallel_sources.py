@@ -11,9 +11,18 @@ from typing import Literal
 
 import torch
 
-from benchmarks.nanotron_host import host_seconds, microbatches
+from benchmarks.nanotron_host import host_seconds
 from benchmarks.parallel_models import Decoder
-from benchmarks.parallel_rows import GIB, AsRun, NotExpressibleError, ParallelRow, refuse, run_of, shape_of
+from benchmarks.parallel_rows import (
+    GIB,
+    AsRun,
+    NotExpressibleError,
+    ParallelRow,
+    microbatches,
+    refuse,
+    run_of,
+    shape_of,
+)
 from cost_models.precision import Precision
 
 EFA = {"preset": "InfiniBand-NDR", "per": "device"}

@@ -32,7 +32,7 @@ import torch
 from benchmarks.published_models import bert_large, gpt2, mpt, resnet50
 from benchmarks.residuals import (
     FILE,
-    HELD_OUT,
+    HELD_OUT_FILE,
     Counts,
     Residual,
     counted_bytes,
@@ -346,7 +346,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         options.json.write_text(json.dumps([asdict(outcome) for outcome in outcomes], indent=1))
     if options.residuals:
         found = [outcome.residual for outcome in outcomes if outcome.residual]
-        replace_residuals("published", found, HELD_OUT if options.held_out else FILE)
+        replace_residuals("published", found, HELD_OUT_FILE if options.held_out else FILE)
 
 
 if __name__ == "__main__":

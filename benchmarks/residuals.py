@@ -24,7 +24,7 @@ Counts: TypeAlias = Literal["allocated", "reserved", "driver"]
 """What a measured peak counts."""
 
 FILE = Path(__file__).with_suffix(".csv")
-HELD_OUT = Path(__file__).with_name("data") / "published_held_out.csv"
+HELD_OUT_FILE = Path(__file__).with_name("data") / "published_held_out.csv"
 """Rows predicted without what was fitted on their source: the intervals know nothing of them."""
 
 

@@ -63,13 +63,17 @@ class Simulated:
     @property
     def most_bytes(self) -> int:
         """The peak of the fullest device, without what the allocator reserves beyond: that comes in segments."""
-        more = self.allocator_bytes or [0] * len(self.peak_bytes)
-        return max(peak - own for peak, own in zip(self.peak_bytes, more, strict=True))
+        return max(self._unreserved_bytes)
 
     def tensors_fit(self, devices: Sequence[Device]) -> bool:
         """Tell whether all would fit but for what the allocator reserves beyond tensors."""
+        return overflow_bytes(self._unreserved_bytes, devices) <= 0
+
+    @property
+    def _unreserved_bytes(self) -> list[int]:
+        """The peaks without what the allocator reserves beyond tensors."""
         more = self.allocator_bytes or [0] * len(self.peak_bytes)
-        return overflow_bytes([p - own for p, own in zip(self.peak_bytes, more, strict=True)], devices) <= 0
+        return [peak - own for peak, own in zip(self.peak_bytes, more, strict=True)]
 
     def tensors_of(self, devices: Sequence[Device]) -> Iterator[tuple[int, int]]:
         """Yield of each rank what its tensors hold at the peak, and the room that its device has for them."""

@@ -103,12 +103,11 @@ def _emit_region(
         return
     body = _body(nodes, inputs, outputs)
     idle = _idle(nodes)
-    if writes:  # uncompiled: what a compiled function writes into its inputs, checkpointing would refuse to read again
-        function = recomputed(body.forward, _without_writes(body).forward, random=random)
-    elif as_function is not None:
+    # Uncompiled where it writes: what a compiled function writes into its inputs, checkpointing would refuse to read again.
+    if as_function is not None and not writes:
         function = recomputed(as_function(body), random=random)
-    elif idle:
-        again = _body(nodes, inputs, outputs, idle)
+    elif idle or writes:
+        again = _without_writes(_body(nodes, inputs, outputs, idle))
         function = recomputed(body.forward, again.forward, random=random)
     else:
         function = recomputed(body.forward, random=random)

@@ -29,7 +29,7 @@ def test_a_page_sets_apart_what_was_fitted_on():
         for score, seconds in ((SCORE, 1.5), (fitted, 2.0))
     ]
     text = page("2026-01-02", [SCORE, fitted, *without])
-    assert "collected on 2026-01-02" in text
+    assert "collected until 2026-01-02" in text
     assert "| **all** | 2 | 10.0%" in text
     assert "| **all, nothing fitted** | 2 | 75.0%" in text
     assert "| llm-foundry, FSDP | 1 | 0% | 100% |" in text

@@ -54,6 +54,13 @@ def images(x: Tensor, w: Tensor, b: Tensor, v: Tensor) -> Tensor:
     return aten.mul.Tensor(aten.conv2d.default(y, w, b), aten.conv2d.default(y, v, None))
 
 
+def normalized(x: Tensor, w: Tensor, b: Tensor, v: Tensor) -> Tensor:
+    """Two products of a value whose making writes statistics."""
+    mean, variance = aten.zeros_like.default(b), aten.ones_like.default(b)
+    y = aten.batch_norm.default(aten.sin.default(x), None, None, mean, variance, True, 0.1, 1e-5, False)
+    return aten.mul.Tensor(aten.linear.default(y, w, b), aten.linear.default(y, v))
+
+
 def behind_a_bridge() -> fx.GraphModule:
     """Two layers in one call with the bridge before them, which takes a sine."""
     graph = fx.Graph()
@@ -85,9 +92,10 @@ def run(module: fx.GraphModule, shapes: Sequence[tuple[int, ...]]) -> tuple[list
     [
         (fx.symbolic_trace(products), [(2, 3, 4), (4, 4), (4,), (4, 4)], ["sin", "linear", "matmul"]),
         (fx.symbolic_trace(images), [(2, 3, 5, 5), (3, 3, 2, 2), (3,), (3, 3, 2, 2)], ["sin", "conv2d"]),
+        (fx.symbolic_trace(normalized), [(3, 4), (4, 4), (4,), (4, 4)], ["sin", "batch", "linear"]),
         (behind_a_bridge(), [(2, 3, 4), (4, 4), (4,), (4, 4)], ["linears", "getitem"]),
     ],
-    ids=["products", "images", "behind a bridge"],
+    ids=["products", "images", "beside statistics", "behind a bridge"],
 )
 def test_a_second_forward_does_not_multiply_for_nobody(
     module: fx.GraphModule, shapes: Sequence[tuple[int, ...]], names: Sequence[str]
