@@ -48,6 +48,11 @@ COMMANDS = {
         "Lay the profile of a real run over a plan's prediction.",
         "PLAN TRACE [OPTIONS]",
     ),
+    "cluster": (
+        "cluster:cluster",
+        "Write a cluster file from what machines and tools print.",
+        "[--topo FILE] [--gpus FILE] [OPTIONS] [-o FILE]",
+    ),
     "calibrate": ("calibrate:calibrate", "Measure this machine.", "[OPTIONS]"),
     "graph": (
         "graph:graph",

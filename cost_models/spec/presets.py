@@ -78,8 +78,13 @@ DEVICES: Mapping[str, PresetKeys] = {
 DEVICE_LINKS: Mapping[str, str] = {name: row["link"] for name, row in _DEVICES.items()}
 """The link that joins several of a device in one machine when only the device is named (``H100-80GB:4``)."""
 
-LINKS, LINK_ORIGINS = _table(_read("links"))
-"""The keys of a link, and their sources."""
+_LINKS, LINK_ORIGINS = _table(_read("links"))
+LINKS: Mapping[str, PresetKeys] = {
+    name: {key: value for key, value in row.items() if key != "wires"} for name, row in _LINKS.items()
+}
+"""The keys of a link."""
+LINK_WIRES: Mapping[str, int] = {name: int(row["wires"]) for name, row in _LINKS.items() if "wires" in row}
+"""The number of NVLinks of a card, all of which together reach the bandwidth of the link."""
 
 _MACHINES, MACHINE_ORIGINS = _table(_read("machines"))
 MACHINES: Mapping[str, PresetKeys] = {

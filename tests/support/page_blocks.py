@@ -1,6 +1,6 @@
 """The code blocks of a page, run in order in one folder, and what they print compared with what the page says.
 
-```python title="model.py"       a file of that name (likewise yaml, json)
+```python title="model.py"       a file of that name (likewise yaml, json, toml, text, xml)
 ```python                        run; all blocks of a page share their variables
 ```sh                            run, command by command; ``# exit 4`` behind a command: it ends with this code
 ```text                          right behind one that is run: its output
@@ -36,7 +36,7 @@ FENCE = re.compile(
     r"(?ms)^(?:<!-- (?P<marker>slow|not run): (?P<reason>[^\n]*?) -->\n+)?"
     r"```(?P<language>\w*)(?: title=\"(?P<title>[^\"\n]+)\")?[^\n]*\n(?P<text>.*?)^```[ ]*$"
 )
-FILES = ("python", "yaml", "json", "toml")
+FILES = ("python", "yaml", "json", "toml", "text", "xml")
 SHELL = re.compile(r"[|<>&;$`*?()\n]")
 """Characters for which a command needs a shell."""
 NUMBER = re.compile(r"[+-]?\d[\d.,]*(?:e[+-]?\d+)?(?: ?(?:ns|us|µs|ms|s|B|KiB|MiB|GiB|TiB|x|%)(?!\w))?")
@@ -67,7 +67,7 @@ class Block:
     @property
     def is_output(self) -> bool:
         """Tell whether it is what the block before it prints."""
-        return self.language == "text" and self.follows
+        return self.language == "text" and self.follows and not self.title
 
 
 def blocks_of(page: str) -> list[Block]:

@@ -1,0 +1,98 @@
+"""One cluster of all that was read: each part from the file that says it, and a list of what none says."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from cost_models.cluster import ClusterSpec
+from cost_models.errors import ClusterError
+from cost_models.from_machines.device_names import device_of
+from cost_models.from_machines.network import network_of
+from cost_models.from_machines.node_links import links_of
+from cost_models.from_machines.seen import Gpu, GpuWiring, Missing, Sourced
+from cost_models.from_machines.written import cluster_yaml, plain, sources
+
+
+@dataclass(frozen=True)
+class Readings:
+    """All that was read. None or empty: no file of that kind."""
+
+    machine: GpuWiring | None = None
+    gpus: Sequence[Gpu] = ()
+    host_memory: Sourced | None = None
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """Names that the user gives in the place of files."""
+
+    device: str | None = None
+    network: str | None = None
+    nodes: int | None = None
+
+
+@dataclass(frozen=True)
+class FoundCluster:
+    """A cluster with the source of each value, and what no file says."""
+
+    document: dict[str, Any]
+    missing: Sequence[Missing] = field(default_factory=list)
+
+    @property
+    def spec(self) -> ClusterSpec:
+        """Return the cluster; ``ClusterError`` where the parts do not make one."""
+        return ClusterSpec.from_dict(plain(self.document), "the cluster of these files")
+
+    def __str__(self) -> str:
+        return cluster_yaml(self.document, self.missing)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the cluster, the sources by key path and what is missing, as data."""
+        return {
+            "cluster": plain(self.document),
+            "sources": sources(self.document),
+            "missing": [str(each) for each in self.missing],
+        }
+
+
+def found_cluster(seen: Readings, chosen: Chosen) -> FoundCluster:
+    """Combine all that was read; ``ClusterError`` says which two files differ, or what is needed and not said."""
+    missing: list[Missing] = []
+    count = _count(seen)
+    device = device_of(seen.gpus, chosen.device)
+    machine = seen.machine or GpuWiring(count.value, count.source)
+    links = links_of(machine, seen.gpus, device.value, missing)
+    nodes = chosen.nodes or 1
+    node: dict[str, Any] = {
+        "name": "node" if nodes == 1 else f"node[0-{nodes - 1}]",
+        "count": count,
+        "device": device,
+    }
+    if links is not None:
+        node["links"] = links
+    if seen.host_memory is not None:
+        node["host_memory"] = seen.host_memory
+    document: dict[str, Any] = {"version": 1, "nodes": [node]}
+    if nodes > 1:
+        document["network"] = network_of(seen.machine, chosen.network, missing)
+    found = FoundCluster(document, missing)
+    _ = found.spec  # refuses what is no cluster before anything is written
+    return found
+
+
+def _count(seen: Readings) -> Sourced:
+    """Return the number of GPUs of a machine, on which all files agree."""
+    found = [Sourced(seen.machine.count, seen.machine.source)] if seen.machine is not None else []
+    found += [Sourced(len(seen.gpus), seen.gpus[0].source)] if seen.gpus else []
+    if not found:
+        raise ClusterError("cannot count the GPUs", ["no file names them"], ["--topo FILE or --gpus FILE"])
+    if len({each.value for each in found}) > 1:
+        first, second = found
+        raise ClusterError(
+            "cannot put the files together",
+            [f"{first.source} has {first.value} GPUs, {second.source} {second.value}"],
+            ["save both on one machine, with all of its GPUs in sight"],
+        )
+    return found[0]

@@ -1,0 +1,79 @@
+"""The ``network`` between nodes: how many cards serve a node's GPUs, and how fast each is."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from cost_models.errors import ClusterError
+from cost_models.from_machines.seen import GpuWiring, Missing, NetworkCard, Sourced
+from cost_models.spec.fields import did_you_mean
+from cost_models.spec.presets import LINKS
+
+_LINK = {
+    (True, 100): "InfiniBand-EDR",
+    (True, 200): "InfiniBand-HDR",
+    (True, 400): "InfiniBand-NDR",
+}
+"""The preset of a card by (is InfiniBand, Gb/s)."""
+
+
+def network_of(machine: GpuWiring | None, chosen: str | None, missing: list[Missing]) -> dict[str, Any]:
+    """Return ``network``; ``chosen`` is the preset that the user names."""
+    if chosen is not None and chosen not in LINKS:
+        raise ClusterError(
+            f'there is no link preset "{chosen}"{did_you_mean(chosen, LINKS)}',
+            suggestions=["docs/presets.md lists them"],
+        )
+    cards = _serving(machine)
+    if chosen is not None:
+        return {"preset": Sourced(chosen, "--network"), **_cards(machine, cards, missing)}
+    speeds = {card.bits_per_second for card in cards}
+    if None in speeds or not speeds:
+        raise ClusterError(
+            "cannot tell how fast the nodes reach each other",
+            ["no file says the speed of their network cards"],
+            [
+                "--network PRESET, such as InfiniBand-NDR or Ethernet-100G",
+                "--nccl-xml FILE, which NCCL writes with NCCL_TOPO_DUMP_FILE=FILE",
+            ],
+        )
+    return {
+        **_link(min(cards, key=lambda card: card.bits_per_second or 0)),
+        **_cards(machine, cards, missing),
+    }
+
+
+def _serving(machine: GpuWiring | None) -> tuple[NetworkCard, ...]:
+    """Return the cards that GPUs reach without the CPU; all of them where there is none such."""
+    cards = tuple(machine.cards) if machine is not None else ()
+    return tuple(card for card in cards if card.near) or cards
+
+
+def _cards(
+    machine: GpuWiring | None, cards: tuple[NetworkCard, ...], missing: list[Missing]
+) -> dict[str, Any]:
+    """Say how many cards a node has."""
+    if machine is None or not cards:
+        where = "nvidia-smi names cards of InfiniBand and RoCE only" if machine else "--topo FILE says it"
+        missing.append(Missing("network cards of a node: one for all its GPUs", where))
+        return {"per": Sourced("node", "no file names a card")}
+    near = "near a GPU" if cards[0].near else "none near a GPU"
+    source = f"{cards[0].source}: {len(cards)} {near}, {cards[0].name}{' …' if len(cards) > 1 else ''}"
+    if len(cards) >= machine.count:
+        return {"per": Sourced("device", source)}
+    return {"cards": Sourced(len(cards), source)}
+
+
+def _link(card: NetworkCard) -> dict[str, Any]:
+    """Return the preset of a card, else its line rate with NCCL's latency of a network."""
+    assert card.bits_per_second is not None
+    gigabits = card.bits_per_second / 1e9
+    source = f"{card.source}: {card.name} at {gigabits:g} Gb/s"
+    preset = _LINK.get((bool(card.is_infiniband), round(gigabits)))
+    if preset is not None:
+        return {"preset": Sourced(preset, source)}
+    latency = LINKS["InfiniBand-NDR"]["latency"]
+    return {
+        "bandwidth": Sourced(f"{gigabits:g}Gb/s", f"{source}, its line rate"),
+        "latency": Sourced(latency, "of a network in NCCL's table, src/graph/tuning.cc"),
+    }

@@ -1,0 +1,91 @@
+"""``partitioner cluster``: a cluster file from this machine, or from what tools printed on yours."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from cost_models import host
+from cost_models.errors import UsageError
+from cost_models.files import replace_file
+from cost_models.from_machines.combine import Chosen, Readings, found_cluster
+from cost_models.from_machines.gpu_table import read_gpus
+from cost_models.from_machines.seen import Sourced, ToolText
+from cost_models.from_machines.this_machine import GPUS, TOPO, printed
+from cost_models.from_machines.topo_matrix import read_topo
+from cost_models.units import bytes_text
+from partitioner.commands.options import JsonFlag, OutputFile, QuietFlag, WholeNumber, check_output, emit
+
+
+def cluster(
+    *,
+    topo: Path | None = None,
+    gpus: Path | None = None,
+    device: str | None = None,
+    nodes: WholeNumber | None = None,
+    network: str | None = None,
+    output: OutputFile = None,
+    quiet: QuietFlag = False,
+    json: JsonFlag = False,
+) -> int:
+    """Write a cluster file, behind each value where it comes from; what nothing says is named at its top.
+
+    Without files it is of this machine.
+
+    Parameters
+    ----------
+    topo
+        What `nvidia-smi topo -m` printed.
+    gpus
+        What `nvidia-smi --query-gpu=name,memory.total,… --format=csv` or `nvidia-smi -L` printed.
+    device
+        The preset of the GPUs, where no file names them or no preset is called so.
+    nodes
+        How many such machines there are; 1 if not given.
+    network
+        The preset of their network cards, such as InfiniBand-NDR.
+    output
+        The file to write, instead of printing it.
+    quiet
+        Say nothing on stderr but errors.
+    json
+        Print one JSON object: the cluster, the source of each value, what is missing.
+    """
+    check_output(output)
+    _check_nodes(nodes, network)
+    here = topo is None and gpus is None
+    seen = Readings(
+        machine=read_topo(ToolText.load(topo)) if topo else read_topo(printed(TOPO)) if here else None,
+        gpus=read_gpus(ToolText.load(gpus)) if gpus else read_gpus(printed(GPUS)) if here else (),
+        host_memory=Sourced(bytes_text(host.memory_bytes()), "this machine") if here else None,
+    )
+    found = found_cluster(seen, Chosen(device, network, nodes))
+    if output is None:
+        emit(str(found).rstrip("\n"), found.to_dict(), json)
+        return 0
+    _write(output, str(found))
+    lines = [
+        f"{found.spec.world_size} devices written to {output}",
+        *(f"missing: {each}" for each in found.missing),
+    ]
+    emit("\n".join(lines), {**found.to_dict(), "path": str(output)}, json)
+    return 0
+
+
+def _check_nodes(nodes: int | None, network: str | None) -> None:
+    if nodes is not None and not 1 <= nodes <= 65536:
+        raise UsageError("cannot read --nodes", [f"{nodes} is no number from 1 to 65536"])
+    if network is not None and nodes in (None, 1):
+        raise UsageError("cannot read --network", ["one machine has no network to others"], ["--nodes N"])
+
+
+def _write(output: Path, text: str) -> None:
+    if output.suffix not in (".yaml", ".yml"):
+        raise UsageError(
+            f"cannot write {output}",
+            ["a cluster file with sources is YAML"],
+            [f"-o {output.with_suffix('.yaml')}"],
+        )
+    try:
+        replace_file(output, text)
+    except OSError as error:
+        raise UsageError(f"cannot write {output}", [error.strerror or str(error)]) from error
