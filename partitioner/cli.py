@@ -51,7 +51,7 @@ COMMANDS = {
     "cluster": (
         "cluster:cluster",
         "Write a cluster file from what machines and tools print.",
-        "[--topo FILE] [--gpus FILE] [OPTIONS] [-o FILE]",
+        "[--topo FILE] [--gpus FILE] [--nccl-xml FILE] [OPTIONS] [-o FILE]",
     ),
     "calibrate": ("calibrate:calibrate", "Measure this machine.", "[OPTIONS]"),
     "graph": (

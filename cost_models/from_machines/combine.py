@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from cost_models.cluster import ClusterSpec
@@ -21,6 +21,7 @@ class Readings:
 
     machine: GpuWiring | None = None
     gpus: Sequence[Gpu] = ()
+    nccl: tuple[GpuWiring, Sequence[Gpu]] | None = None
     host_memory: Sourced | None = None
 
 
@@ -61,9 +62,12 @@ def found_cluster(seen: Readings, chosen: Chosen) -> FoundCluster:
     """Combine all that was read; ``ClusterError`` says which two files differ, or what is needed and not said."""
     missing: list[Missing] = []
     count = _count(seen)
-    device = device_of(seen.gpus, chosen.device)
-    machine = seen.machine or GpuWiring(count.value, count.source)
-    links = links_of(machine, seen.gpus, device.value, missing)
+    wiring = _wiring(seen)
+    gpus = seen.gpus or (seen.nccl[1] if seen.nccl is not None else ())
+    device = device_of(gpus, chosen.device)
+    links = links_of(
+        wiring or GpuWiring(count.value, count.source), _with_pcie(gpus, seen), device.value, missing
+    )
     nodes = chosen.nodes or 1
     node: dict[str, Any] = {
         "name": "node" if nodes == 1 else f"node[0-{nodes - 1}]",
@@ -76,23 +80,39 @@ def found_cluster(seen: Readings, chosen: Chosen) -> FoundCluster:
         node["host_memory"] = seen.host_memory
     document: dict[str, Any] = {"version": 1, "nodes": [node]}
     if nodes > 1:
-        document["network"] = network_of(seen.machine, chosen.network, missing)
+        document["network"] = network_of(wiring, chosen.network, missing)
     found = FoundCluster(document, missing)
     _ = found.spec  # refuses what is no cluster before anything is written
     return found
 
 
+def _wiring(seen: Readings) -> GpuWiring | None:
+    """Return what joins the GPUs by the matrix, else by NCCL; network cards by NCCL, which knows their speed."""
+    if seen.nccl is None or seen.machine is None:
+        return seen.machine if seen.nccl is None else seen.nccl[0]
+    return replace(seen.machine, cards=seen.nccl[0].cards or seen.machine.cards)
+
+
+def _with_pcie(gpus: Sequence[Gpu], seen: Readings) -> Sequence[Gpu]:
+    """Return the GPUs of the file that says their PCIe."""
+    told = any(gpu.pcie_generation for gpu in gpus)
+    return gpus if told or seen.nccl is None else seen.nccl[1]
+
+
 def _count(seen: Readings) -> Sourced:
     """Return the number of GPUs of a machine, on which all files agree."""
-    found = [Sourced(seen.machine.count, seen.machine.source)] if seen.machine is not None else []
+    wirings = [seen.machine, seen.nccl[0] if seen.nccl is not None else None]
+    found = [Sourced(wiring.count, wiring.source) for wiring in wirings if wiring is not None]
     found += [Sourced(len(seen.gpus), seen.gpus[0].source)] if seen.gpus else []
     if not found:
-        raise ClusterError("cannot count the GPUs", ["no file names them"], ["--topo FILE or --gpus FILE"])
-    if len({each.value for each in found}) > 1:
-        first, second = found
         raise ClusterError(
-            "cannot put the files together",
-            [f"{first.source} has {first.value} GPUs, {second.source} {second.value}"],
-            ["save both on one machine, with all of its GPUs in sight"],
+            "cannot count the GPUs", ["no file names them"], ["--topo FILE, --gpus FILE or --nccl-xml FILE"]
         )
+    for other in found[1:]:
+        if other.value != found[0].value:
+            raise ClusterError(
+                "cannot put the files together",
+                [f"{found[0].source} has {found[0].value} GPUs, {other.source} {other.value}"],
+                ["save both on one machine, with all of its GPUs in sight"],
+            )
     return found[0]

@@ -45,6 +45,8 @@ def device_of(gpus: Sequence[Gpu], chosen: str | None) -> Sourced:
 
 
 def _preset(gpu: Gpu) -> str:
+    if gpu.preset is not None:
+        return gpu.preset
     called = [preset for preset in DEVICES if is_called(preset, gpu.name)]
     most = max((_words(preset) for preset in called), default=0)
     alike = [preset for preset in called if _words(preset) == most]

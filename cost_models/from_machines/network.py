@@ -27,8 +27,7 @@ def network_of(machine: GpuWiring | None, chosen: str | None, missing: list[Miss
     cards = _serving(machine)
     if chosen is not None:
         return {"preset": Sourced(chosen, "--network"), **_cards(machine, cards, missing)}
-    speeds = {card.bits_per_second for card in cards}
-    if None in speeds or not speeds:
+    if not cards or cards[0].bits_per_second is None:
         raise ClusterError(
             "cannot tell how fast the nodes reach each other",
             ["no file says the speed of their network cards"],
@@ -37,16 +36,16 @@ def network_of(machine: GpuWiring | None, chosen: str | None, missing: list[Miss
                 "--nccl-xml FILE, which NCCL writes with NCCL_TOPO_DUMP_FILE=FILE",
             ],
         )
-    return {
-        **_link(min(cards, key=lambda card: card.bits_per_second or 0)),
-        **_cards(machine, cards, missing),
-    }
+    assert machine is not None
+    return {**_link(cards, machine.count), **_cards(machine, cards, missing)}
 
 
 def _serving(machine: GpuWiring | None) -> tuple[NetworkCard, ...]:
-    """Return the cards that GPUs reach without the CPU; all of them where there is none such."""
+    """Return the cards that GPUs reach without the CPU, all where there is none such; of these the fastest."""
     cards = tuple(machine.cards) if machine is not None else ()
-    return tuple(card for card in cards if card.near) or cards
+    cards = tuple(card for card in cards if card.near) or cards
+    fastest = max((card.bits_per_second or 0 for card in cards), default=0)
+    return tuple(card for card in cards if (card.bits_per_second or 0) == fastest)
 
 
 def _cards(
@@ -64,16 +63,20 @@ def _cards(
     return {"cards": Sourced(len(cards), source)}
 
 
-def _link(card: NetworkCard) -> dict[str, Any]:
-    """Return the preset of a card, else its line rate with NCCL's latency of a network."""
+def _link(cards: tuple[NetworkCard, ...], gpus: int) -> dict[str, Any]:
+    """Return the preset of a card, else its line rate with NCCL's latency of a network. More cards than GPUs add up."""
+    card = cards[0]
     assert card.bits_per_second is not None
+    each = max(1, len(cards) // gpus)
     gigabits = card.bits_per_second / 1e9
     source = f"{card.source}: {card.name} at {gigabits:g} Gb/s"
     preset = _LINK.get((bool(card.is_infiniband), round(gigabits)))
-    if preset is not None:
+    if preset is not None and each == 1:
         return {"preset": Sourced(preset, source)}
-    latency = LINKS["InfiniBand-NDR"]["latency"]
+    line = "its line rate" if each == 1 else f"the line rate of {each} for each GPU"
     return {
-        "bandwidth": Sourced(f"{gigabits:g}Gb/s", f"{source}, its line rate"),
-        "latency": Sourced(latency, "of a network in NCCL's table, src/graph/tuning.cc"),
+        "bandwidth": Sourced(f"{each * gigabits:g}Gb/s", f"{source}, {line}"),
+        "latency": Sourced(
+            LINKS["InfiniBand-NDR"]["latency"], "of a network in NCCL's table, src/graph/tuning.cc"
+        ),
     }

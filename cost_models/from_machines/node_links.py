@@ -48,9 +48,11 @@ def links_of(
             )
         )
         return {"default": Sourced(DEVICE_LINKS[device], f"as several {device} are usually joined")}
+    source = next(iter(pairs.values())).source
+    if DEVICE_LINKS[device].startswith("xGMI"):
+        return {"default": _xgmi(device, machine, source, missing)}
     by_wire = {pair: wire for pair, wire in pairs.items() if wire.nvlinks}
     nvlink = _nvlink(device)
-    source = next(iter(pairs.values())).source
     if by_wire and nvlink is None:
         missing.append(
             Missing(
@@ -77,6 +79,20 @@ def links_of(
     if len(by_wire) == len(pairs) and len(counts) == 1:
         return {"default": _mesh(nvlink, counts.pop(), machine.count, source)}
     return _own_wires(machine, by_wire, nvlink, _pcie(device, gpus, "the other ways", source, missing))
+
+
+def _xgmi(device: str, machine: GpuWiring, source: str, missing: list[Missing]) -> Sourced:
+    """Return the mesh of AMD's GPUs, which is between all of them or was not seen."""
+    joined = [wire for wire in machine.wires.values() if wire.word.startswith("XGMI")]
+    if len(joined) < len(machine.wires):
+        missing.append(
+            Missing(
+                f"xGMI between {len(machine.wires) - len(joined)} of {len(machine.wires)} pairs: as if all had it",
+                "links.pairs of the file takes wires of unlike rates",
+            )
+        )
+    words = _words(machine.wires.values())
+    return Sourced(DEVICE_LINKS[device], f"{source}: {words}; rates of the preset")
 
 
 def _nvlink(device: str) -> str | None:
@@ -180,7 +196,7 @@ def _pcie_preset(usual: str, generation: int | None) -> str:
     """Return the preset of a generation, through the host's memory where the usual one goes through it."""
     if usual.startswith("PCIe"):
         number, _, way = usual.removeprefix("PCIe").partition("-")
-        if generation is None or generation == int(number):
+        if generation is None or generation >= int(number):
             return usual
         host = "-host" if way.startswith("host") else ""
     else:

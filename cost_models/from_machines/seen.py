@@ -75,11 +75,13 @@ class Gpu:
     memory_bytes: int | None = None
     pcie_generation: int | None = None
     pcie_width: int | None = None
+    preset: str | None = None
+    """The preset that it is, where numbers name it and not a driver's words."""
 
 
 @dataclass(frozen=True)
 class BestWay:
-    """The best way between two GPUs of a machine: so many NVLinks, else a word of ``PCIE_WORDS``."""
+    """The best way between two GPUs of a machine: ``NV12`` for 12 NVLinks, ``XGMI1``, or a word of ``PCIE_WORDS``."""
 
     word: str
     source: str

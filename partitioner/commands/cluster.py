@@ -9,6 +9,7 @@ from cost_models.errors import UsageError
 from cost_models.files import replace_file
 from cost_models.from_machines.combine import Chosen, Readings, found_cluster
 from cost_models.from_machines.gpu_table import read_gpus
+from cost_models.from_machines.nccl_topology import read_nccl_topology
 from cost_models.from_machines.seen import Sourced, ToolText
 from cost_models.from_machines.this_machine import GPUS, TOPO, printed
 from cost_models.from_machines.topo_matrix import read_topo
@@ -20,6 +21,7 @@ def cluster(
     *,
     topo: Path | None = None,
     gpus: Path | None = None,
+    nccl_xml: Path | None = None,
     device: str | None = None,
     nodes: WholeNumber | None = None,
     network: str | None = None,
@@ -37,6 +39,8 @@ def cluster(
         What `nvidia-smi topo -m` printed.
     gpus
         What `nvidia-smi --query-gpu=name,memory.total,… --format=csv` or `nvidia-smi -L` printed.
+    nccl_xml
+        What NCCL or RCCL wrote with NCCL_TOPO_DUMP_FILE=FILE.
     device
         The preset of the GPUs, where no file names them or no preset is called so.
     nodes
@@ -52,10 +56,11 @@ def cluster(
     """
     check_output(output)
     _check_nodes(nodes, network)
-    here = topo is None and gpus is None
+    here = not (topo or gpus or nccl_xml)
     seen = Readings(
         machine=read_topo(ToolText.load(topo)) if topo else read_topo(printed(TOPO)) if here else None,
         gpus=read_gpus(ToolText.load(gpus)) if gpus else read_gpus(printed(GPUS)) if here else (),
+        nccl=read_nccl_topology(ToolText.load(nccl_xml)) if nccl_xml else None,
         host_memory=Sourced(bytes_text(host.memory_bytes()), "this machine") if here else None,
     )
     found = found_cluster(seen, Chosen(device, network, nodes))

@@ -10,9 +10,11 @@ import pytest
 from cost_models.errors import ClusterError
 from cost_models.from_machines.combine import Chosen, Readings, found_cluster
 from cost_models.from_machines.gpu_table import read_gpus
+from cost_models.from_machines.nccl_topology import read_nccl_topology
 from cost_models.from_machines.seen import ToolText
 from cost_models.from_machines.topo_matrix import read_topo
 from tests.unit.cost_models.from_machines.forms import GPUS, TOPO
+from tests.unit.cost_models.from_machines.xml_forms import NCCL
 
 MUTANTS = 100
 WORDS = [
@@ -69,8 +71,13 @@ def of_gpus(text: str) -> None:
     found_cluster(Readings(gpus=read_gpus(ToolText.of("the file", text))), Chosen())
 
 
+def of_nccl(text: str) -> None:
+    found_cluster(Readings(nccl=read_nccl_topology(ToolText.of("the file", text))), Chosen())
+
+
 READERS: dict[str, tuple[Callable[[str], None], list[str]]] = {
     "topo": (of_topo, [text for text, _, _ in TOPO.values()]),
+    "nccl": (of_nccl, [text for text, *_ in NCCL.values()]),
     "gpus": (of_gpus, [text for text, _ in GPUS.values()]),
 }
 
