@@ -7,11 +7,14 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from cost_models.cluster import ClusterSpec
-from cost_models.errors import ClusterError
+from cost_models.errors import ClusterError, UsageError
 from cost_models.from_machines.device_names import device_of
+from cost_models.from_machines.jobs import JobNodes
 from cost_models.from_machines.network import network_of
+from cost_models.from_machines.node_groups import node_groups
 from cost_models.from_machines.node_links import links_of
 from cost_models.from_machines.seen import Gpu, GpuWiring, Missing, Sourced
+from cost_models.from_machines.switches import FabricSwitch, hosts_of, network_switches
 from cost_models.from_machines.written import cluster_yaml, plain, sources
 
 
@@ -22,6 +25,8 @@ class Readings:
     machine: GpuWiring | None = None
     gpus: Sequence[Gpu] = ()
     nccl: tuple[GpuWiring, Sequence[Gpu]] | None = None
+    job: JobNodes | None = None
+    switches: tuple[FabricSwitch, ...] = ()
     host_memory: Sourced | None = None
 
 
@@ -61,27 +66,32 @@ class FoundCluster:
 def found_cluster(seen: Readings, chosen: Chosen) -> FoundCluster:
     """Combine all that was read; ``ClusterError`` says which two files differ, or what is needed and not said."""
     missing: list[Missing] = []
-    count = _count(seen)
-    wiring = _wiring(seen)
+    wiring, count = _wiring(seen), _count(seen)
     gpus = seen.gpus or (seen.nccl[1] if seen.nccl is not None else ())
+    nodes, groups = node_groups(seen.job, hosts_of(seen.switches), chosen.nodes, count)
     device = device_of(gpus, chosen.device)
-    links = links_of(
-        wiring or GpuWiring(count.value, count.source), _with_pcie(gpus, seen), device.value, missing
-    )
-    nodes = chosen.nodes or 1
-    node: dict[str, Any] = {
-        "name": "node" if nodes == 1 else f"node[0-{nodes - 1}]",
-        "count": count,
-        "device": device,
-    }
-    if links is not None:
-        node["links"] = links
-    if seen.host_memory is not None:
-        node["host_memory"] = seen.host_memory
-    document: dict[str, Any] = {"version": 1, "nodes": [node]}
+    entries = []
+    for group in groups:
+        alike = wiring.first(group.count.value) if wiring is not None else GpuWiring(group.count.value, "")
+        links = links_of(alike, _with_pcie(gpus, seen), device.value, missing)
+        entry = {
+            "name": group.name,
+            "host": group.host,
+            "count": group.count,
+            "device": device,
+            "links": links,
+        }
+        entry["host_memory"] = seen.host_memory
+        entries.append({key: value for key, value in entry.items() if value is not None})
+    document: dict[str, Any] = {"version": 1, "nodes": entries}
     if nodes > 1:
         document["network"] = network_of(wiring, chosen.network, missing)
-    found = FoundCluster(document, missing)
+        if seen.switches:
+            hosts = seen.job.hosts if seen.job is not None else hosts_of(seen.switches)
+            document["network"]["switches"] = network_switches(seen.switches, hosts, missing)
+    elif chosen.network is not None and seen.job is None and not seen.switches:
+        raise UsageError("cannot read --network", ["one machine has no network to others"], ["--nodes N"])
+    found = FoundCluster(document, list(dict.fromkeys(missing)))
     _ = found.spec  # refuses what is no cluster before anything is written
     return found
 
@@ -99,15 +109,11 @@ def _with_pcie(gpus: Sequence[Gpu], seen: Readings) -> Sequence[Gpu]:
     return gpus if told or seen.nccl is None else seen.nccl[1]
 
 
-def _count(seen: Readings) -> Sourced:
-    """Return the number of GPUs of a machine, on which all files agree."""
+def _count(seen: Readings) -> Sourced | None:
+    """Return the number of GPUs of a machine, on which all files agree; None if none says it."""
     wirings = [seen.machine, seen.nccl[0] if seen.nccl is not None else None]
     found = [Sourced(wiring.count, wiring.source) for wiring in wirings if wiring is not None]
     found += [Sourced(len(seen.gpus), seen.gpus[0].source)] if seen.gpus else []
-    if not found:
-        raise ClusterError(
-            "cannot count the GPUs", ["no file names them"], ["--topo FILE, --gpus FILE or --nccl-xml FILE"]
-        )
     for other in found[1:]:
         if other.value != found[0].value:
             raise ClusterError(
@@ -115,4 +121,4 @@ def _count(seen: Readings) -> Sourced:
                 [f"{found[0].source} has {found[0].value} GPUs, {other.source} {other.value}"],
                 ["save both on one machine, with all of its GPUs in sight"],
             )
-    return found[0]
+    return found[0] if found else None

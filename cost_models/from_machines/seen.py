@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -122,6 +122,11 @@ class GpuWiring:
     wires: Mapping[tuple[int, int], BestWay] = field(default_factory=dict)
     """The ways by pairs of GPUs, the lower one first."""
     cards: Sequence[NetworkCard] = ()
+
+    def first(self, count: int) -> GpuWiring:
+        """Return the first GPUs of the machine, where not all take part."""
+        wires = {pair: wire for pair, wire in self.wires.items() if max(pair) < count}
+        return replace(self, count=count, wires=wires)
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 from cost_models import host
@@ -9,8 +10,10 @@ from cost_models.errors import UsageError
 from cost_models.files import replace_file
 from cost_models.from_machines.combine import Chosen, Readings, found_cluster
 from cost_models.from_machines.gpu_table import read_gpus
+from cost_models.from_machines.jobs import read_job
 from cost_models.from_machines.nccl_topology import read_nccl_topology
 from cost_models.from_machines.seen import Sourced, ToolText
+from cost_models.from_machines.switches import read_switches
 from cost_models.from_machines.this_machine import GPUS, TOPO, printed
 from cost_models.from_machines.topo_matrix import read_topo
 from cost_models.units import bytes_text
@@ -22,6 +25,8 @@ def cluster(
     topo: Path | None = None,
     gpus: Path | None = None,
     nccl_xml: Path | None = None,
+    job: str | None = None,
+    switches: Path | None = None,
     device: str | None = None,
     nodes: WholeNumber | None = None,
     network: str | None = None,
@@ -41,10 +46,14 @@ def cluster(
         What `nvidia-smi --query-gpu=name,memory.total,… --format=csv` or `nvidia-smi -L` printed.
     nccl_xml
         What NCCL or RCCL wrote with NCCL_TOPO_DUMP_FILE=FILE.
+    job
+        What `env` printed inside a job of SLURM or torchrun; the word env for the environment of this command.
+    switches
+        SLURM's topology.conf.
     device
         The preset of the GPUs, where no file names them or no preset is called so.
     nodes
-        How many such machines there are; 1 if not given.
+        How many such machines there are, where no job says it; 1 if not given.
     network
         The preset of their network cards, such as InfiniBand-NDR.
     output
@@ -55,12 +64,15 @@ def cluster(
         Print one JSON object: the cluster, the source of each value, what is missing.
     """
     check_output(output)
-    _check_nodes(nodes, network)
+    if nodes is not None and not 1 <= nodes <= 65536:
+        raise UsageError("cannot read --nodes", [f"{nodes} is no number from 1 to 65536"])
     here = not (topo or gpus or nccl_xml)
     seen = Readings(
         machine=read_topo(ToolText.load(topo)) if topo else read_topo(printed(TOPO)) if here else None,
         gpus=read_gpus(ToolText.load(gpus)) if gpus else read_gpus(printed(GPUS)) if here else (),
         nccl=read_nccl_topology(ToolText.load(nccl_xml)) if nccl_xml else None,
+        job=read_job(_job_text(job)) if job else None,
+        switches=read_switches(ToolText.load(switches)) if switches else (),
         host_memory=Sourced(bytes_text(host.memory_bytes()), "this machine") if here else None,
     )
     found = found_cluster(seen, Chosen(device, network, nodes))
@@ -76,11 +88,13 @@ def cluster(
     return 0
 
 
-def _check_nodes(nodes: int | None, network: str | None) -> None:
-    if nodes is not None and not 1 <= nodes <= 65536:
-        raise UsageError("cannot read --nodes", [f"{nodes} is no number from 1 to 65536"])
-    if network is not None and nodes in (None, 1):
-        raise UsageError("cannot read --network", ["one machine has no network to others"], ["--nodes N"])
+def _job_text(job: str) -> ToolText:
+    """Return the variables of this process for "env", else those of a file."""
+    if job == "env":
+        return ToolText.of(
+            "the environment", "\n".join(f"{key}={value}" for key, value in sorted(os.environ.items()))
+        )
+    return ToolText.load(Path(job))
 
 
 def _write(output: Path, text: str) -> None:

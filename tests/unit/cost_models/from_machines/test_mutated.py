@@ -10,10 +10,13 @@ import pytest
 from cost_models.errors import ClusterError
 from cost_models.from_machines.combine import Chosen, Readings, found_cluster
 from cost_models.from_machines.gpu_table import read_gpus
+from cost_models.from_machines.jobs import read_job
 from cost_models.from_machines.nccl_topology import read_nccl_topology
-from cost_models.from_machines.seen import ToolText
+from cost_models.from_machines.seen import Gpu, ToolText
+from cost_models.from_machines.switches import read_switches
 from cost_models.from_machines.topo_matrix import read_topo
 from tests.unit.cost_models.from_machines.forms import GPUS, TOPO
+from tests.unit.cost_models.from_machines.job_forms import JOBS, TOPOLOGIES
 from tests.unit.cost_models.from_machines.xml_forms import NCCL
 
 MUTANTS = 100
@@ -75,9 +78,23 @@ def of_nccl(text: str) -> None:
     found_cluster(Readings(nccl=read_nccl_topology(ToolText.of("the file", text))), Chosen())
 
 
+def of_job(text: str) -> None:
+    found_cluster(Readings(job=read_job(ToolText.of("the file", text))), Chosen("T4", "Ethernet-25G"))
+
+
+def of_switches(text: str) -> None:
+    switches = read_switches(ToolText.of("the file", text))
+    found_cluster(
+        Readings(gpus=(Gpu("NVIDIA T4", "gpus.csv, line 1"),), switches=switches),
+        Chosen(network="Ethernet-25G"),
+    )
+
+
 READERS: dict[str, tuple[Callable[[str], None], list[str]]] = {
     "topo": (of_topo, [text for text, _, _ in TOPO.values()]),
     "nccl": (of_nccl, [text for text, *_ in NCCL.values()]),
+    "job": (of_job, [text for text, _, _, counts in JOBS.values() if counts]),
+    "switches": (of_switches, [text for text, _ in TOPOLOGIES.values()]),
     "gpus": (of_gpus, [text for text, _ in GPUS.values()]),
 }
 
