@@ -6,6 +6,8 @@ import os
 import tempfile
 from pathlib import Path
 
+from cost_models.errors import UsageError
+
 
 def cache_folder() -> Path:
     """Return the user's folder for what was measured, tried or planned before; deleting it loses time, nothing else."""
@@ -33,3 +35,19 @@ def replace_file(target: Path, text: str) -> None:
         os.replace(name, target)
     finally:
         Path(name).unlink(missing_ok=True)  # there only if it was not moved, for whatever reason
+
+
+MOST_BYTES = 50_000_000
+"""The largest file that is read as a text that people write or tools print."""
+
+
+def text_of(path: Path) -> str:
+    """Return a file's text. Raises UsageError: not there, too large, no UTF-8."""
+    try:
+        if path.stat().st_size > MOST_BYTES:
+            raise UsageError(f"cannot read {path}", [f"it is larger than {MOST_BYTES:,} bytes"])
+        return path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise UsageError(f"cannot read {path}", [str(error.strerror)]) from error
+    except UnicodeDecodeError as error:
+        raise UsageError(f"cannot read {path}", [f"byte {error.start} is not UTF-8 text"]) from error

@@ -64,6 +64,16 @@ COMMANDS = {
         "Say what else an op or parameter could have been, and what that costs.",
         "PLAN NAME [--model MODEL] [OPTIONS]",
     ),
+    "export": (
+        "formats:export",
+        "Write a plan as another tool's configuration.",
+        "PLAN --to TOOL [-o FOLDER]",
+    ),
+    "check": (
+        "formats:check",
+        "Check a configuration of another tool.",
+        "FILE --model MODEL --cluster C [OPTIONS]",
+    ),
     "doctor": ("doctor:doctor", "Say what is on this machine, and what will not work on it.", "[OPTIONS]"),
 }
 """Commands by name: where each lives, what the overview says of it, how it is called. Imported only when called."""

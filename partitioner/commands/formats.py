@@ -1,0 +1,129 @@
+"""``partitioner export | check``: plans for other tools, and configurations of theirs."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+from typing import Annotated
+
+from cyclopts import Parameter
+
+from cost_models.cluster import ClusterSpec
+from cost_models.errors import UsageError
+from cost_models.files import replace_file, text_of
+from cost_models.shown import printable
+from partitioner.commands.options import (
+    NOTHING_GIVEN,
+    Flag,
+    JsonFlag,
+    ModelOptions,
+    QuietFlag,
+    chance,
+    emit,
+    progress,
+)
+from partitioner.formats.tools import tool_named, tool_of, writers
+from partitioner.plan import Plan
+from runtime.collector import collector_paused
+
+
+def export(
+    plan: Path,
+    /,
+    *,
+    to: str,
+    output: Annotated[Path | None, Parameter(name=("--output", "-o"))] = None,
+    quiet: QuietFlag = False,
+    json: JsonFlag = False,
+) -> int:
+    """Write a plan as another tool's configuration; what its runtime does otherwise is said on stderr.
+
+    Parameters
+    ----------
+    plan
+        The plan file.
+    to
+        The tool: megatron.
+    output
+        The folder to write the files to, made if it is not there; without it the main file goes to stdout.
+    """
+    tool = tool_named(to)
+    if tool.write is None:
+        raise UsageError(
+            f"nothing is written for {tool.title}", [f"there are writers for {', '.join(writers())}"]
+        )
+    with progress(f"writing for {tool.title}", quiet=quiet):
+        written = tool.write(Plan.load(plan))
+    for note in written.notes:
+        print(printable(f"note: {note}"), file=sys.stderr)
+    if output is not None:
+        _write(output, written.files)
+    shown = "\n".join(str(output / name) for name in written.files) if output is not None else written
+    emit(shown, {"files": dict(written.files), "notes": list(written.notes)}, json)
+    return 0
+
+
+def check(
+    file: Path,
+    /,
+    *,
+    model: str,
+    cluster: str,
+    from_: Annotated[str | None, Parameter(name="--from")] = None,
+    optimizer_memory: str = "adamw",
+    risk: str = "5%",
+    alone: Flag = False,
+    model_options: ModelOptions = NOTHING_GIVEN,
+    quiet: QuietFlag = False,
+    json: JsonFlag = False,
+) -> int:
+    """Check another tool's configuration: is it legal, does it fit, how long is a step, can it hang, what is better.
+
+    Parameters
+    ----------
+    file
+        The tool's file: flags, a script with them, a configuration.
+    model
+        As for partitioner plan.
+    cluster
+        As for partitioner plan.
+    from_
+        The tool it is of, as the file looks if not given: megatron.
+    alone
+        Do not search for what is better.
+    """
+    machines = ClusterSpec.parse(cluster)
+    text = text_of(file)
+    name = from_ or tool_of(text, str(file))
+    tool = tool_named(name)
+    if tool.read is None:
+        raise UsageError(f"nothing is read of {tool.title}")
+    understood = tool.read(text, machines.world_size)
+    with collector_paused():
+        from partitioner.formats.check import check_configuration  # these import torch
+        from partitioner.formats.model_sizes import sizes_of
+        from partitioner.models.as_graph import as_graph
+        from partitioner.planning.options import PlanOptions
+
+        with progress(f"loading {model}", quiet=quiet):
+            workload = model_options.load(model)
+        with progress(f"tracing {model}", quiet=quiet):
+            graph = as_graph(workload)
+        options = PlanOptions(optimizer_memory=optimizer_memory, risk=chance(risk))
+        checked = check_configuration(
+            str(file), tool.title, understood, graph, machines, options, sizes_of(workload.model),
+            partial(progress, quiet=quiet), best=not alone,
+        )  # fmt: skip
+    emit(checked, checked.to_dict(), json)
+    return checked.exit_code
+
+
+def _write(folder: Path, files: Mapping[str, str]) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for name, text in files.items():
+            replace_file(folder / name, text)
+    except OSError as error:
+        raise UsageError(f"cannot write into {folder}", [str(error.strerror)]) from error

@@ -1,0 +1,292 @@
+"""A configuration of another tool, checked: is it legal, does it fit, how long is a step, can it hang, what would be better."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from cost_models.cluster import ClusterSpec
+from cost_models.errors import InfeasibleError, UsageError
+from cost_models.units import counted, format_bytes, format_seconds, percent
+from partitioner.api import plan_traced
+from partitioner.formats.from_plan import parallelism_of
+from partitioner.formats.parallelism import Parallelism, is_block, units_of
+from partitioner.formats.tool import Understood
+from partitioner.plan import Plan
+from partitioner.planning.options import PlanOptions
+from partitioner.report.text import hanging
+from passes.graph.graph import OpGraph
+from passes.search.hybrid.fix import Fix
+
+CHANGES_SHOWN = 2
+"""The changes that help most."""
+Progress = Callable[[str], AbstractContextManager[None]]
+
+
+@dataclass(frozen=True)
+class Change:
+    """One change of a configuration, planned."""
+
+    words: str
+    step_seconds: float
+    peak_bytes: int
+    chance_of_not_fitting: float
+
+
+@dataclass(frozen=True)
+class Checked:
+    """The answers about a configuration. Seconds are of a step, bytes of the fullest device."""
+
+    source: str
+    title: str
+    parallelism: Parallelism
+    problems: tuple[str, ...]
+    """Rules that it breaks: it does not run. [] if it is legal."""
+    notes: tuple[str, ...]
+    plan: Plan | None = None
+    """The configuration as a plan, if it is legal and fits."""
+    too_large: tuple[str, ...] = ()
+    """Why it does not fit, and what would."""
+    best: Plan | None = None
+    changes: tuple[Change, ...] = field(default=())
+
+    @property
+    def exit_code(self) -> int:
+        """0: legal, and fits; 2: not legal; 4: does not fit."""
+        return 2 if self.problems else 4 if self.plan is None and self.too_large else 0
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the answers as JSON has them (``docs/check.schema.json``)."""
+        p = self.parallelism
+        return {
+            "source": self.source,
+            "tool": self.title,
+            "parallelism": {
+                "pipeline": p.pipeline, "chunks": p.chunks, "tensor": p.tensor, "sequence": p.sequence, "data": p.data,
+                "zero": p.zero, "microbatch": p.microbatch, "microbatches": p.microbatches, "schedule": p.schedule,
+                "recompute": p.recompute, "layers": list(p.layers),
+            },
+            "legal": not self.problems,
+            "problems": list(self.problems),
+            "notes": list(self.notes),
+            "fits": None if self.problems or (self.plan is None and not self.too_large) else self.plan is not None,
+            "too_large": list(self.too_large),
+            "plan": None if self.plan is None else _figures(self.plan),
+            "proved": None if self.plan is None else {"instructions": self.plan.proof.instructions, "messages": self.plan.proof.messages},
+            "best": None if self.best is None else _figures(self.best),
+            "changes": [
+                {"change": c.words, "step_seconds": c.step_seconds, "peak_bytes": c.peak_bytes,
+                 "chance_of_not_fitting": c.chance_of_not_fitting} for c in self.changes
+            ],
+        }  # fmt: skip
+
+    def __str__(self) -> str:
+        return hanging("\n".join(f"{name:<11} {text}" for name, text in self._rows()))
+
+    def _rows(self) -> Iterator[tuple[str, str]]:
+        yield "file", f"{self.source}, {self.title}"
+        yield "says", described(self.parallelism)
+        for index, problem in enumerate(self.problems):
+            yield "" if index else "not legal", problem
+        if not self.problems:
+            yield "legal", "yes"
+        for index, reason in enumerate(self.too_large):
+            yield "" if index else "too large", reason
+        if self.plan is not None:
+            figures = _figures(self.plan)
+            memory = self.plan.cluster.devices[self.plan.fullest_device].memory_bytes
+            yield (
+                "step",
+                f"{format_seconds(figures['step_seconds'])}, {figures['samples_per_second']:,.3g} samples/s",
+            )
+            yield (
+                "memory",
+                (
+                    f"the fullest device (rank {self.plan.fullest_device}) holds {format_bytes(figures['peak_bytes'])} of "
+                    f"{format_bytes(memory)}; {percent(figures['chance_of_not_fitting'])} chance of not fitting"
+                ),
+            )
+            yield (
+                "hangs",
+                f"no: {self.plan.proof.instructions} instructions proved free of deadlock, as run here",
+            )
+        if self.best is not None:
+            seconds = self.best.prediction.step_seconds
+            ratio = f" ({seconds / self.plan.prediction.step_seconds:.2f}x)" if self.plan is not None else ""
+            yield "best found", f"{format_seconds(seconds)}{ratio}: {_words(self.best)}"
+        for index, change in enumerate(self.changes):
+            yield (
+                "" if index else "try",
+                f"{change.words}: {format_seconds(change.step_seconds)}, {format_bytes(change.peak_bytes)}",
+            )
+        for index, note in enumerate(self.notes):
+            yield "" if index else "note", note
+
+
+def _figures(plan: Plan) -> dict[str, Any]:
+    return {
+        "step_seconds": plan.prediction.step_seconds,
+        "samples_per_second": plan.prediction.samples_per_second,
+        "peak_bytes": plan.prediction.peak_memory_bytes[str(plan.fullest_device)],
+        "peak_bytes_by_rank": {
+            str(rank): plan.prediction.peak_memory_bytes[str(rank)] for rank in plan.used_devices
+        },
+        "chance_of_not_fitting": plan.intervals.chance_of_not_fitting,
+        "words": _words(plan),
+    }
+
+
+def _words(plan: Plan) -> str:
+    try:
+        return described(parallelism_of(plan))
+    except UsageError:  # it has no degrees: op by op, or unequal groups
+        return f"{plan.strategy}, {counted(len(plan.stages), 'stage')} on {counted(len(plan.used_devices), 'device')}"
+
+
+def described(p: Parallelism) -> str:
+    """Write a parallelism in a line."""
+    words = [
+        *([f"pipeline {p.pipeline}" + (f" × {p.chunks} chunks" if p.chunks > 1 else "") + f" ({p.schedule})"] if p.pipeline > 1 else []),
+        *([f"tensor {p.tensor}{' with sequence parallelism' if p.sequence else ''}"] if p.tensor > 1 else []),
+        f"data {p.data}" + (f" (ZeRO-{p.zero})" if p.zero else ""),
+        f"{counted(p.microbatches, 'micro-batch')} of {p.microbatch} on each replica",
+        f"recompute {p.recompute}",
+    ]  # fmt: skip
+    layers = f"; layers {'+'.join(map(str, p.layers))}" if p.layers else ""
+    return ", ".join(words) + layers
+
+
+def check_configuration(
+    source: str,
+    title: str,
+    understood: Understood,
+    graph: OpGraph,
+    cluster: ClusterSpec,
+    options: PlanOptions,
+    heads: Mapping[str, int],
+    progress: Progress,
+    *,
+    best: bool = True,
+) -> Checked:
+    """Check a configuration of a traced model on a cluster.
+
+    ``options``: those that a configuration says nothing of (optimizer, risk); ``heads``: sizes of the model by name, for the
+    rules about degrees that divide them; ``best``: search, too, for what is better.
+    """
+    p = understood.parallelism
+    modules = list(
+        dict.fromkeys(filter(None, units_of(str(n.meta.get("module_path", "")) for n in graph.ops)))
+    )
+    problems = [*understood.problems, *_illegal(p, understood.said, modules, heads, cluster)]
+    checked = Checked(source, title, p, tuple(problems), understood.notes)
+    if problems:
+        return checked
+    wanted = replace(options, strategy="hybrid", batch_size=p.batch_size, microbatches=p.microbatches)
+    try:
+        with progress("planning it as it is"):
+            plan = _planned(graph, cluster, wanted, p.fix(modules), p)
+        checked = replace(checked, plan=plan)
+    except InfeasibleError as error:
+        checked = replace(checked, too_large=(*error.because, *error.suggestions))
+    if not best:
+        return checked
+    with progress("searching for the best plan"):
+        found = plan_traced(graph, cluster, replace(options, batch_size=p.batch_size), None)
+    changes = []
+    for words, changed in neighbours(p):
+        with progress(f"trying {words}"):
+            try:
+                own = _planned(
+                    graph, cluster, replace(wanted, microbatches="auto"), changed.fix(modules), changed
+                )
+            except (
+                InfeasibleError,
+                UsageError,
+            ):  # it does not fit, or the batch or the model cannot be divided so
+                continue
+        changes.append(
+            Change(
+                words,
+                own.prediction.step_seconds,
+                _figures(own)["peak_bytes"],
+                own.intervals.chance_of_not_fitting,
+            )
+        )
+    known = checked.plan.prediction.step_seconds if checked.plan is not None else float("inf")
+    better = sorted((c for c in changes if c.step_seconds < known), key=lambda c: c.step_seconds)
+    return replace(checked, best=found, changes=tuple(better[:CHANGES_SHOWN]))
+
+
+def _planned(graph: OpGraph, cluster: ClusterSpec, options: PlanOptions, fix: Fix, p: Parallelism) -> Plan:
+    given = {name: value for name, value in vars(fix).items() if value is not None}
+    schedule = p.schedule if p.pipeline > 1 else "auto"
+    asked = replace(options, fix=given, schedule=schedule)
+    asked.check()
+    return plan_traced(graph, cluster, asked, None)
+
+
+def _illegal(
+    p: Parallelism,
+    said: Mapping[str, int],
+    modules: list[str],
+    sizes: Mapping[str, int],
+    cluster: ClusterSpec,
+) -> Iterator[str]:
+    """Yield the rules about the model and the cluster that a configuration breaks."""
+    blocks = sum(map(is_block, modules))
+    if p.world_size != cluster.world_size:
+        yield f"its degrees make {counted(p.world_size, 'device')}, the cluster has {cluster.world_size}"
+    if said.get("layers", blocks) != blocks:
+        yield f"it says {said['layers']} layers, the model has {blocks}"
+    if p.layers and sum(p.layers) != blocks:
+        yield f"its stages have {sum(p.layers)} layers, the model has {blocks}"
+    if p.pipeline * p.chunks > blocks + 2:
+        yield f"{p.pipeline * p.chunks} stages for {blocks} layers, embedding and head"
+    for name, size in sizes.items():
+        if size % p.tensor:
+            yield f"tensor {p.tensor} does not divide the model's {size} {name}"
+    inside = max(map(len, cluster.ranks_per_node))
+    if p.tensor > inside:
+        yield f"tensor {p.tensor} goes over machines of {inside} devices: every sum of a layer would cross the network"
+
+
+def neighbours(p: Parallelism) -> Iterator[tuple[str, Parallelism]]:
+    """Yield what differs in one degree, and what is said of it."""
+    for mode in ("none", "gathers", "selective", "full"):
+        if mode != p.recompute:
+            yield f"recompute {mode}", replace(p, recompute=mode)
+    for zero in (0, 1, 3):
+        if zero != p.zero and p.data > 1:
+            yield f"ZeRO-{zero}", replace(p, zero=zero)
+    if p.microbatches % 2 == 0:
+        yield (
+            f"micro-batches of {2 * p.microbatch}",
+            replace(p, microbatch=2 * p.microbatch, microbatches=p.microbatches // 2),
+        )
+    if p.microbatch % 2 == 0:
+        yield (
+            f"micro-batches of {p.microbatch // 2}",
+            replace(p, microbatch=p.microbatch // 2, microbatches=2 * p.microbatches),
+        )
+    for name in ("tensor", "pipeline"):
+        degree: int = getattr(p, name)
+        left = replace(p, layers=() if name == "pipeline" else p.layers)
+        if degree % 2 == 0 and p.microbatches % 2 == 0:
+            yield _moved(left, name, degree // 2, p.data * 2, p.microbatches // 2)
+        if p.data % 2 == 0:
+            yield _moved(left, name, degree * 2, p.data // 2, p.microbatches * 2)
+    if p.tensor > 1 and not p.sequence:
+        yield "sequence parallelism", replace(p, sequence=True)
+
+
+def _moved(p: Parallelism, name: str, degree: int, data: int, microbatches: int) -> tuple[str, Parallelism]:
+    changed = replace(
+        p,
+        **{name: degree},
+        data=data,
+        microbatches=microbatches,
+        sequence=p.sequence and (name != "tensor" or degree > 1),
+    )  # type: ignore[arg-type]
+    return f"{name} {degree}, data {data}", changed

@@ -1,0 +1,46 @@
+"""The tools whose formats are known, by the name that the command line has for each. Imported only when asked for."""
+
+from __future__ import annotations
+
+import difflib
+from importlib import import_module
+
+from cost_models.errors import UsageError
+from partitioner.formats.tool import Tool
+
+TOOLS = ("megatron",)
+"""Modules of this folder; each has its ``TOOL``."""
+
+
+def tool_named(name: str) -> Tool:
+    """Return a tool by its name. Raises UsageError with the names there are."""
+    if name not in TOOLS:
+        near = "".join(f"did you mean {n}?" for n in difflib.get_close_matches(name, TOOLS, n=1))
+        raise UsageError(
+            f"there is no tool {name!r}", [f"there are {', '.join(TOOLS)}"], [near] if near else []
+        )
+    found = import_module(f"partitioner.formats.{name}").TOOL
+    assert isinstance(found, Tool)
+    return found
+
+
+def writers() -> list[str]:
+    """Return the names of the tools that plans are written for."""
+    return [name for name in TOOLS if tool_named(name).write is not None]
+
+
+def tool_of(text: str, source: str) -> str:
+    """Return the name of the tool whose configuration this is. Raises UsageError if it is nobody's, or several's."""
+    found = [
+        name for name in TOOLS if (tool := tool_named(name)).read is not None and tool.is_mine(source, text)
+    ]
+    if len(found) != 1:
+        why = (
+            f"it may be of {' or '.join(found)}" if found else "it is like none of the formats that are known"
+        )
+        raise UsageError(
+            f"cannot tell which tool {source} is of",
+            [why],
+            [f"say it: --from {name}" for name in found or TOOLS],
+        )
+    return found[0]
