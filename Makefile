@@ -10,7 +10,7 @@ export OMP_NUM_THREADS ?= 1
 # compile our sources anew, a second of processor time.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: help setup demo test test-all test-newest browser browser-setup lint verify-all odd-models architectures fuzz golden guards house faults bounds bench predict gpu published parallel accuracy intervals checkpoint generated docs test-docs wheel clean
+.PHONY: help setup demo test test-all test-newest browser browser-setup lint verify-all odd-models architectures fuzz golden guards house faults bounds bench predict gpu published parallel accuracy formats intervals checkpoint generated docs test-docs wheel clean
 
 help:
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 14
@@ -118,6 +118,12 @@ accuracy: setup  ## docs/accuracy.md anew, from the predictions that `make paral
 intervals: setup  ## the intervals of predictions, fitted anew: published runs predicted again, residuals, spreads, docs/10
 	$(BIN)/python -m benchmarks.published --runs $(RUNS) --residuals
 	$(BIN)/python -m benchmarks.intervals
+
+PACKAGES := .cache/parsers
+formats: setup  ## plans written for other tools, read by their own packages and planned again; 50 MB from PyPI
+	DS_BUILD_OPS=0 $(BIN)/pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation --upgrade \
+	  --target $(PACKAGES) -r tests/parsers/packages.txt
+	PYTHONPATH=$(PACKAGES) $(BIN)/python -m pytest tests/parsers
 
 checkpoint: setup  ## seconds and memory of saving and loading 124 M parameters
 	$(BIN)/python -m benchmarks.checkpoint

@@ -14,6 +14,7 @@ from cost_models.cluster import ClusterSpec
 from cost_models.errors import UsageError
 from cost_models.files import replace_file, text_of
 from cost_models.shown import printable
+from cost_models.units import format_seconds
 from partitioner.commands.options import (
     NOTHING_GIVEN,
     Flag,
@@ -24,6 +25,7 @@ from partitioner.commands.options import (
     emit,
     progress,
 )
+from partitioner.formats.tool import Tool, Written
 from partitioner.formats.tools import tool_named, tool_of, writers
 from partitioner.plan import Plan
 from runtime.collector import collector_paused
@@ -35,6 +37,8 @@ def export(
     *,
     to: str,
     output: Annotated[Path | None, Parameter(name=("--output", "-o"))] = None,
+    nearest: str | None = None,
+    model_options: ModelOptions = NOTHING_GIVEN,
     quiet: QuietFlag = False,
     json: JsonFlag = False,
 ) -> int:
@@ -48,14 +52,21 @@ def export(
         The tool: megatron.
     output
         The folder to write the files to, made if it is not there; without it the main file goes to stdout.
+    nearest
+        The plan's model, as for partitioner plan: plan it anew within what the tool can run, the fastest that fits.
+        What that costs is said on stderr; in the folder the plan is plan.json.
     """
     tool = tool_named(to)
     if tool.write is None:
         raise UsageError(
             f"nothing is written for {tool.title}", [f"there are writers for {', '.join(writers())}"]
         )
-    with progress(f"writing for {tool.title}", quiet=quiet):
-        written = tool.write(Plan.load(plan))
+    given = Plan.load(plan)
+    if nearest is None:
+        with progress(f"writing for {tool.title}", quiet=quiet):
+            written = tool.write(given)
+    else:
+        written = _nearest(given, tool, nearest, model_options, quiet=quiet)
     for note in written.notes:
         print(printable(f"note: {note}"), file=sys.stderr)
     if output is not None:
@@ -63,6 +74,30 @@ def export(
     shown = "\n".join(str(output / name) for name in written.files) if output is not None else written
     emit(shown, {"files": dict(written.files), "notes": list(written.notes)}, json)
     return 0
+
+
+def _nearest(given: Plan, tool: Tool, model: str, model_options: ModelOptions, *, quiet: bool) -> Written:
+    """Write the nearest plan that the tool can run, and what it costs as its first note."""
+    with collector_paused():
+        from partitioner.formats.nearest import nearest_plan  # it imports torch
+        from partitioner.models.as_graph import as_graph
+        from partitioner.planning.options import RISK, PlanOptions
+        from partitioner.record.rebuild import refuse_other_model
+
+        with progress(f"loading {model}", quiet=quiet):
+            workload = model_options.load(model)
+        with progress(f"tracing {model}", quiet=quiet):
+            graph = as_graph(workload, precision=given.precision)
+        refuse_other_model(given, graph)
+        risk = RISK if given.risk is None else given.risk.allowed
+        options = PlanOptions(given.batch_size, given.optimizer_memory, risk=risk)
+        found = nearest_plan(tool, graph, given.cluster, options, partial(progress, quiet=quiet))
+    assert tool.write is not None
+    written = tool.write(found)
+    mine, theirs = found.prediction.step_seconds, given.prediction.step_seconds
+    cost = f"its nearest plan takes {format_seconds(mine)} a step, {mine / theirs:.2f}x of {format_seconds(theirs)}"
+    files = {**written.files, "plan.json": found.to_json()}
+    return Written(files, (cost, *written.notes))
 
 
 def check(

@@ -1,22 +1,23 @@
-"""A configuration of another tool, checked: is it legal, does it fit, how long is a step, can it hang, what would be better."""
+"""The check of another tool's configuration: whether it is legal and fits, what a step takes, and what would be better."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Literal
 
 from cost_models.cluster import ClusterSpec
 from cost_models.errors import InfeasibleError, UsageError
-from cost_models.units import counted, format_bytes, format_seconds, percent
+from cost_models.units import counted, format_bytes, format_seconds
 from partitioner.api import plan_traced
 from partitioner.formats.from_plan import parallelism_of
 from partitioner.formats.parallelism import Parallelism, is_block, units_of
 from partitioner.formats.tool import Understood
 from partitioner.plan import Plan
 from partitioner.planning.options import PlanOptions
-from partitioner.report.text import hanging
+from partitioner.report.intervals import chance_cell
+from partitioner.report.text import labelled
 from passes.graph.graph import OpGraph
 from passes.search.hybrid.fix import Fix
 
@@ -74,7 +75,7 @@ class Checked:
             "fits": None if self.problems or (self.plan is None and not self.too_large) else self.plan is not None,
             "too_large": list(self.too_large),
             "plan": None if self.plan is None else _figures(self.plan),
-            "proved": None if self.plan is None else {"instructions": self.plan.proof.instructions, "messages": self.plan.proof.messages},
+            "proved_instructions": None if self.plan is None else self.plan.proof.instructions,
             "best": None if self.best is None else _figures(self.best),
             "changes": [
                 {"change": c.words, "step_seconds": c.step_seconds, "peak_bytes": c.peak_bytes,
@@ -83,7 +84,7 @@ class Checked:
         }  # fmt: skip
 
     def __str__(self) -> str:
-        return hanging("\n".join(f"{name:<11} {text}" for name, text in self._rows()))
+        return "\n".join(labelled(name, text) for name, text in self._rows())
 
     def _rows(self) -> Iterator[tuple[str, str]]:
         yield "file", f"{self.source}, {self.title}"
@@ -105,7 +106,7 @@ class Checked:
                 "memory",
                 (
                     f"the fullest device (rank {self.plan.fullest_device}) holds {format_bytes(figures['peak_bytes'])} of "
-                    f"{format_bytes(memory)}; {percent(figures['chance_of_not_fitting'])} chance of not fitting"
+                    f"{format_bytes(memory)}; {chance_cell(figures['chance_of_not_fitting'])} chance of not fitting"
                 ),
             )
             yield (
@@ -147,13 +148,15 @@ def _words(plan: Plan) -> str:
 
 def described(p: Parallelism) -> str:
     """Write a parallelism in a line."""
-    words = [
-        *([f"pipeline {p.pipeline}" + (f" × {p.chunks} chunks" if p.chunks > 1 else "") + f" ({p.schedule})"] if p.pipeline > 1 else []),
-        *([f"tensor {p.tensor}{' with sequence parallelism' if p.sequence else ''}"] if p.tensor > 1 else []),
-        f"data {p.data}" + (f" (ZeRO-{p.zero})" if p.zero else ""),
-        f"{counted(p.microbatches, 'micro-batch')} of {p.microbatch} on each replica",
-        f"recompute {p.recompute}",
-    ]  # fmt: skip
+    words = []
+    if p.pipeline > 1:
+        chunks = f" of {p.chunks} chunks" if p.chunks > 1 else ""
+        words.append(f"pipeline {p.pipeline}{chunks} ({p.schedule})")
+    if p.tensor > 1:
+        words.append(f"{'sequence' if p.sequence else 'tensor'} {p.tensor}")
+    words.append(f"data {p.data}" + (f" (ZeRO-{p.zero})" if p.zero else ""))
+    words.append(f"{counted(p.microbatches, 'micro-batch')} of {p.microbatch} on each replica")
+    words.append(f"recompute {p.recompute}")
     layers = f"; layers {'+'.join(map(str, p.layers))}" if p.layers else ""
     return ", ".join(words) + layers
 
@@ -165,21 +168,21 @@ def check_configuration(
     graph: OpGraph,
     cluster: ClusterSpec,
     options: PlanOptions,
-    heads: Mapping[str, int],
+    sizes: Mapping[str, int],
     progress: Progress,
     *,
     best: bool = True,
 ) -> Checked:
     """Check a configuration of a traced model on a cluster.
 
-    ``options``: those that a configuration says nothing of (optimizer, risk); ``heads``: sizes of the model by name, for the
-    rules about degrees that divide them; ``best``: search, too, for what is better.
+    ``options``: those that a configuration says nothing of (optimizer, risk); ``sizes``: of the model by name, that
+    degrees have to divide; ``best``: search, too, for what is better.
     """
     p = understood.parallelism
     modules = list(
         dict.fromkeys(filter(None, units_of(str(n.meta.get("module_path", "")) for n in graph.ops)))
     )
-    problems = [*understood.problems, *_illegal(p, understood.said, modules, heads, cluster)]
+    problems = [*understood.problems, *_illegal(p, understood.said, modules, sizes, cluster)]
     checked = Checked(source, title, p, tuple(problems), understood.notes)
     if problems:
         return checked
@@ -270,23 +273,26 @@ def neighbours(p: Parallelism) -> Iterator[tuple[str, Parallelism]]:
             f"micro-batches of {p.microbatch // 2}",
             replace(p, microbatch=p.microbatch // 2, microbatches=2 * p.microbatches),
         )
-    for name in ("tensor", "pipeline"):
-        degree: int = getattr(p, name)
-        left = replace(p, layers=() if name == "pipeline" else p.layers)
-        if degree % 2 == 0 and p.microbatches % 2 == 0:
-            yield _moved(left, name, degree // 2, p.data * 2, p.microbatches // 2)
-        if p.data % 2 == 0:
-            yield _moved(left, name, degree * 2, p.data // 2, p.microbatches * 2)
+    yield from _moved(p, "tensor", p.tensor, p.layers)
+    yield from _moved(p, "pipeline", p.pipeline, ())
     if p.tensor > 1 and not p.sequence:
         yield "sequence parallelism", replace(p, sequence=True)
 
 
-def _moved(p: Parallelism, name: str, degree: int, data: int, microbatches: int) -> tuple[str, Parallelism]:
-    changed = replace(
-        p,
-        **{name: degree},
-        data=data,
-        microbatches=microbatches,
-        sequence=p.sequence and (name != "tensor" or degree > 1),
-    )  # type: ignore[arg-type]
-    return f"{name} {degree}, data {data}", changed
+def _moved(
+    p: Parallelism, name: Literal["tensor", "pipeline"], degree: int, layers: tuple[int, ...]
+) -> Iterator[tuple[str, Parallelism]]:
+    """Yield half of a degree for twice the replicas, and the other way round."""
+    left = replace(p, layers=layers)
+    if degree % 2 == 0 and p.microbatches % 2 == 0:
+        more = replace(left, data=2 * p.data, microbatches=p.microbatches // 2)
+        yield f"{name} {degree // 2}, data {more.data}", _with(more, name, degree // 2)
+    if p.data % 2 == 0:
+        less = replace(left, data=p.data // 2, microbatches=2 * p.microbatches)
+        yield f"{name} {2 * degree}, data {less.data}", _with(less, name, 2 * degree)
+
+
+def _with(p: Parallelism, name: Literal["tensor", "pipeline"], degree: int) -> Parallelism:
+    if name == "pipeline":
+        return replace(p, pipeline=degree)
+    return replace(p, tensor=degree, sequence=p.sequence and degree > 1)

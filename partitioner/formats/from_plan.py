@@ -95,7 +95,7 @@ def _degrees(stage: Stage) -> tuple[int, int]:
 
 
 def _divides_positions(stage: Stage) -> bool:
-    """Tell whether shards hold parts of the positions between products: what reads most parameters that all have whole does."""
+    """Tell whether shards hold parts of the positions between products: most ops with parameters that all have whole do."""
     shards = [index for index, _, samples in _axes(stage) if not samples]
     taken = [
         [row.takes[0].split()[index] for index in shards]

@@ -3,7 +3,7 @@
     --tensor-model-parallel-size 2 --sequence-parallel --pipeline-model-parallel-size 4
     --pipeline-model-parallel-layout "Et*7|t*9|t*9|t*7L" --use-distributed-optimizer
 
-Names and rules: megatron-core 0.16.1 (``PipelineParallelLayerLayout`` and ``TransformerConfig``), Megatron-LM's arguments.py.
+Names and rules: megatron-core 0.16.1 (its "PipelineParallelLayerLayout" and "TransformerConfig"), Megatron-LM's arguments.
 Megatron's ranks are numbered with tensor parallelism innermost and the pipeline outermost, as groups are here.
 """
 
@@ -31,15 +31,7 @@ MOST = 1 << 20
 def write(plan: PlanData) -> Written:
     """Write the flags of ``pretrain_*.py`` that say how the plan divides the step, one a line."""
     p = parallelism_of(plan)
-    problems = []
-    if p.pipeline > 1 and p.schedule not in SCHEDULES:
-        problems.append(f"it has the schedules {' and '.join(SCHEDULES)}, not {p.schedule}")
-    if p.chunks > 1 and p.microbatches % p.pipeline:
-        problems.append(
-            f"its interleaved schedule needs a multiple of {p.pipeline} micro-batches, not {p.microbatches}"
-        )
-    if p.recompute == "gathers" and p.zero != 3:
-        problems.append("it does not gather again in backward what sequence parallelism gathered, alone")
+    problems = list(refusals(p))
     if problems:
         raise cannot_express(TITLE, problems, "pipeline=… tensor=… data=… zero=1")
     lines = [
@@ -53,6 +45,18 @@ def write(plan: PlanData) -> Written:
         *_recompute_flags(plan, p),
     ]
     return Written({"megatron.args": "\n".join(lines) + "\n"}, tuple(_notes(plan, p)))
+
+
+def refusals(p: Parallelism) -> Iterator[str]:
+    """Yield why it cannot run these degrees."""
+    if p.pipeline > 1 and p.schedule not in SCHEDULES:
+        yield f"it has the schedules {' and '.join(SCHEDULES)}, not {p.schedule}"
+    if p.chunks > 1 and p.microbatches % p.pipeline:
+        yield f"its interleaved schedule needs a multiple of {p.pipeline} micro-batches, not {p.microbatches}"
+    if p.recompute == "gathers" and p.zero != 3:
+        yield "it does not gather again in backward what sequence parallelism gathered, alone"
+    if p.zero == 3 and p.pipeline > 1:
+        yield "its FSDP is not for pipelines"
 
 
 _ZERO_FLAGS: Mapping[Zero, Sequence[str]] = {
@@ -104,7 +108,7 @@ def _notes(plan: PlanData, p: Parallelism) -> Iterator[str]:
         if any(map(is_block, modules))
     }
     if p.recompute == "auto" and len(counts) > 1:
-        yield f"Megatron recomputes as many layers in every stage: {max(counts)}, where the plan has {min(counts)} to {max(counts)}"
+        yield f"it recomputes as many layers in every stage: {max(counts)}; the plan {min(counts)} to {max(counts)}"
     if p.tensor > 1 and not p.sequence:
         yield "between products Megatron keeps whole activations on every shard; --sequence-parallel would divide them"
     if p.layers and p.layers[-1] == 0:
@@ -202,7 +206,15 @@ def read(text: str, devices: int) -> Understood:
 
 
 _READ = frozenset(
-    ["tensor-model-parallel-size", "pipeline-model-parallel-size", "pipeline-model-parallel-layout", "sequence-parallel", "num-layers-per-virtual-pipeline-stage", "num-virtual-stages-per-pipeline-rank", "context-parallel-size", "expert-model-parallel-size", "expert-tensor-parallel-size", "micro-batch-size", "global-batch-size", "num-layers", "seq-length", "use-distributed-optimizer", "use-megatron-fsdp", "data-parallel-sharding-strategy", "recompute-granularity", "recompute-method", "recompute-num-layers", "recompute-activations", "decoder-first-pipeline-num-layers", "decoder-last-pipeline-num-layers", "account-for-embedding-in-pipeline-split", "account-for-loss-in-pipeline-split"]
+    """
+    tensor-model-parallel-size sequence-parallel context-parallel-size
+    expert-model-parallel-size expert-tensor-parallel-size
+    pipeline-model-parallel-size pipeline-model-parallel-layout num-layers-per-virtual-pipeline-stage
+    num-virtual-stages-per-pipeline-rank decoder-first-pipeline-num-layers decoder-last-pipeline-num-layers
+    account-for-embedding-in-pipeline-split account-for-loss-in-pipeline-split num-layers seq-length
+    micro-batch-size global-batch-size use-distributed-optimizer use-megatron-fsdp data-parallel-sharding-strategy
+    recompute-granularity recompute-method recompute-num-layers recompute-activations
+    """.split()  # noqa: SIM905
 )
 
 
@@ -327,4 +339,4 @@ def is_mine(source: str, text: str) -> bool:
     )
 
 
-TOOL = Tool(TITLE, write, read, is_mine)
+TOOL = Tool(TITLE, write, refusals, read, is_mine)

@@ -90,10 +90,9 @@ class Parallelism:
 
 
 def units_of(paths: Iterable[str]) -> list[str]:
-    """Return the unit of each module path that ops are in: its outermost numbered module (a block), else the module itself.
+    """Return the unit of each module path: its outermost numbered module (a block), else itself; "" for what holds others.
 
-    ["", "embed", "h.0", "h.0.mlp", "h.1.mlp", "norm"]   ->   ["", "embed", "h.0", "h.0", "h.1", "norm"]. Modules around others
-    are no unit: "".
+    ["", "embed", "h.0", "h.0.mlp", "h.1.mlp", "norm"]   ->   ["", "embed", "h.0", "h.0", "h.1", "norm"]
     """
     known = list(paths)
     around = {"", *(parent for path in known for parent in _parents(path))}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
 from cost_models.errors import UsageError
@@ -43,6 +43,8 @@ class Tool:
     title: str
     write: Callable[[PlanData], Written] | None = None
     """Raises UsageError with what the tool cannot express."""
+    refuses: Callable[[Parallelism], Iterable[str]] = lambda parallelism: ()
+    """Tells why the tool cannot run these degrees; nothing if it can."""
     read: Callable[[str, int], Understood] | None = None
     """From the file's text and the number of devices. Raises UsageError that names the place."""
     is_mine: Callable[[str, str], bool] = lambda source, text: False
