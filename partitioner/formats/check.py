@@ -23,12 +23,13 @@ from passes.search.hybrid.fix import Fix
 
 CHANGES_SHOWN = 2
 """The changes that help most."""
-Progress = Callable[[str], AbstractContextManager[None]]
+Telling = Callable[[str], AbstractContextManager[None]]
+"""A function that says what goes on meanwhile."""
 
 
 @dataclass(frozen=True)
-class Change:
-    """One change of a configuration, planned."""
+class Neighbour:
+    """A configuration that differs in one degree, planned."""
 
     words: str
     step_seconds: float
@@ -49,9 +50,9 @@ class Checked:
     plan: Plan | None = None
     """The configuration as a plan, if it is legal and fits."""
     too_large: tuple[str, ...] = ()
-    """Why it does not fit, and what would."""
+    """Reasons why it does not fit, and what would."""
     best: Plan | None = None
-    changes: tuple[Change, ...] = field(default=())
+    changes: tuple[Neighbour, ...] = field(default=())
 
     @property
     def exit_code(self) -> int:
@@ -169,7 +170,7 @@ def check_configuration(
     cluster: ClusterSpec,
     options: PlanOptions,
     sizes: Mapping[str, int],
-    progress: Progress,
+    progress: Telling,
     *,
     best: bool = True,
 ) -> Checked:
@@ -210,7 +211,7 @@ def check_configuration(
             ):  # it does not fit, or the batch or the model cannot be divided so
                 continue
         changes.append(
-            Change(
+            Neighbour(
                 words,
                 own.prediction.step_seconds,
                 _figures(own)["peak_bytes"],

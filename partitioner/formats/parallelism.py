@@ -29,7 +29,7 @@ class Parallelism:
     tensor: int = 1
     """Devices that share each op's neurons."""
     sequence: bool = False
-    """Whether these hold activations between products by parts of the positions."""
+    """True if these hold activations between products by parts of the positions."""
     data: int = 1
     """Replicas: devices that have their own samples."""
     zero: Zero = 0

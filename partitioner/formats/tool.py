@@ -17,7 +17,7 @@ class Written:
     files: Mapping[str, str]
     """Content by file name; the first is the main one."""
     notes: tuple[str, ...] = ()
-    """What the tool's runtime does otherwise than the plan was simulated."""
+    """Differences between the tool's runtime and what was simulated."""
 
     def __str__(self) -> str:
         return next(iter(self.files.values())).rstrip("\n")
@@ -46,7 +46,7 @@ class Tool:
     refuses: Callable[[Parallelism], Iterable[str]] = lambda parallelism: ()
     """Tells why the tool cannot run these degrees; nothing if it can."""
     read: Callable[[str, int], Understood] | None = None
-    """From the file's text and the number of devices. Raises UsageError that names the place."""
+    """Reads a file's text for a number of devices. Raises UsageError that names the place."""
     is_mine: Callable[[str, str], bool] = lambda source, text: False
     """Tells by a file's name and text whether it is one of the tool's."""
 

@@ -6,8 +6,10 @@ import json
 from contextlib import nullcontext
 from pathlib import Path
 
+import jsonschema
 import pytest
 
+from benchmarks.rooms import ROOT
 from cost_models.cluster import ClusterSpec
 from partitioner.cli import run_command
 from partitioner.formats import megatron
@@ -19,6 +21,7 @@ from tests.support.formatted_plans import plan_of, small_gpt2
 
 FIX = "pipeline=2 tensor=2 data=2 zero=1 microbatch=1 recompute=none"
 SIZES = {"attention heads": 4}
+SCHEMA = json.loads((ROOT / "docs/check.schema.json").read_text())
 
 
 def checked(text: str, cluster: str = "H100-80GB:8", *, best: bool = False) -> Checked:
@@ -62,6 +65,7 @@ def test_rules_that_are_broken_make_it_illegal(text: str, cluster: str, problem:
     assert any(problem in told for told in found.problems)
     assert found.plan is None
     assert "not legal" in str(found)
+    jsonschema.validate(found.to_dict(), SCHEMA)
 
 
 def test_what_would_be_better_is_planned_and_said() -> None:
@@ -70,6 +74,7 @@ def test_what_would_be_better_is_planned_and_said() -> None:
     assert found.best is not None
     assert found.best.prediction.step_seconds <= found.plan.prediction.step_seconds
     assert found.changes
+    jsonschema.validate(found.to_dict(), SCHEMA)
     assert all(change.step_seconds < found.plan.prediction.step_seconds for change in found.changes)
     assert "best found" in str(found)
 
@@ -91,6 +96,7 @@ def test_the_commands(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
     model = ["--model", "gpt2", "--set", "size=tiny", "--set", "layers=6", "--cluster", "H100-80GB:8"]
     assert run_command(["check", str(written), *model, "--alone", "--json"]) == 0
     told = json.loads(capsys.readouterr().out)
+    jsonschema.validate(told, SCHEMA)
     assert told["tool"] == "Megatron-LM"
     assert told["parallelism"]["pipeline"] == 2
     assert told["plan"]["step_seconds"] > 0
