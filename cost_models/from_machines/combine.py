@@ -9,7 +9,10 @@ from typing import Any
 from cost_models.cluster import ClusterSpec
 from cost_models.errors import ClusterError, UsageError
 from cost_models.from_machines.device_names import device_of
+from cost_models.from_machines.host_lists import read_hosts
 from cost_models.from_machines.jobs import JobNodes
+from cost_models.from_machines.measured_links import with_inside_rates
+from cost_models.from_machines.nccl_tests import MeasuredRate
 from cost_models.from_machines.network import network_of
 from cost_models.from_machines.node_groups import node_groups
 from cost_models.from_machines.node_links import links_of
@@ -27,6 +30,7 @@ class Readings:
     nccl: tuple[GpuWiring, Sequence[Gpu]] | None = None
     job: JobNodes | None = None
     switches: tuple[FabricSwitch, ...] = ()
+    rates: Sequence[MeasuredRate] = ()
     host_memory: Sourced | None = None
 
 
@@ -67,13 +71,15 @@ def found_cluster(seen: Readings, chosen: Chosen) -> FoundCluster:
     """Combine all that was read; ``ClusterError`` says which two files differ, or what is needed and not said."""
     missing: list[Missing] = []
     wiring, count = _wiring(seen), _count(seen)
-    gpus = seen.gpus or (seen.nccl[1] if seen.nccl is not None else ())
-    nodes, groups = node_groups(seen.job, hosts_of(seen.switches), chosen.nodes, count)
+    gpus = seen.gpus or (seen.nccl[1] if seen.nccl is not None else ()) or _tested_gpus(seen.rates)
+    job = seen.job or (None if chosen.nodes or seen.switches else _tested_job(seen.rates))
+    nodes, groups = node_groups(job, hosts_of(seen.switches), chosen.nodes, count)
     device = device_of(gpus, chosen.device)
     entries = []
     for group in groups:
         alike = wiring.first(group.count.value) if wiring is not None else GpuWiring(group.count.value, "")
         links = links_of(alike, _with_pcie(gpus, seen), device.value, missing)
+        links = with_inside_rates(links, alike.count, seen.rates, missing)
         entry = {
             "name": group.name,
             "host": group.host,
@@ -85,11 +91,11 @@ def found_cluster(seen: Readings, chosen: Chosen) -> FoundCluster:
         entries.append({key: value for key, value in entry.items() if value is not None})
     document: dict[str, Any] = {"version": 1, "nodes": entries}
     if nodes > 1:
-        document["network"] = network_of(wiring, chosen.network, missing)
+        document["network"] = network_of(wiring, chosen.network, seen.rates, missing)
         if seen.switches:
             hosts = seen.job.hosts if seen.job is not None else hosts_of(seen.switches)
             document["network"]["switches"] = network_switches(seen.switches, hosts, missing)
-    elif chosen.network is not None and seen.job is None and not seen.switches:
+    elif chosen.network is not None and job is None and not seen.switches:
         raise UsageError("cannot read --network", ["one machine has no network to others"], ["--nodes N"])
     found = FoundCluster(document, list(dict.fromkeys(missing)))
     _ = found.spec  # refuses what is no cluster before anything is written
@@ -101,6 +107,25 @@ def _wiring(seen: Readings) -> GpuWiring | None:
     if seen.nccl is None or seen.machine is None:
         return seen.machine if seen.nccl is None else seen.nccl[0]
     return replace(seen.machine, cards=seen.nccl[0].cards or seen.machine.cards)
+
+
+def _tested_gpus(rates: Sequence[MeasuredRate]) -> Sequence[Gpu]:
+    """Return the GPUs of a machine by the lines of nccl-tests: those of the run with most of them."""
+    return max((rate.gpus for rate in rates), key=len, default=())
+
+
+def _tested_job(rates: Sequence[MeasuredRate]) -> JobNodes | None:
+    """Return the hosts of the run on most of them."""
+    named = [rate for rate in rates if rate.hosts]
+    if not named:
+        return None
+    rate = max(named, key=lambda rate: len(rate.hosts))
+    source = f"{rate.gpus[0].source}: hosts of the test"
+    try:
+        hosts = read_hosts(",".join(rate.hosts))
+    except ValueError:  # names that a cluster file does not have
+        hosts = ()
+    return JobNodes(len(rate.hosts), hosts, rate.per_host, source, source)
 
 
 def _with_pcie(gpus: Sequence[Gpu], seen: Readings) -> Sequence[Gpu]:
@@ -121,4 +146,6 @@ def _count(seen: Readings) -> Sourced | None:
                 [f"{found[0].source} has {found[0].value} GPUs, {other.source} {other.value}"],
                 ["save both on one machine, with all of its GPUs in sight"],
             )
+    if not found and (tested := _tested_gpus(seen.rates)):
+        return Sourced(len(tested), tested[0].source)
     return found[0] if found else None

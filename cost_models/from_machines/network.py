@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from cost_models.errors import ClusterError
+from cost_models.from_machines.measured_links import card_rate
+from cost_models.from_machines.nccl_tests import MeasuredRate
 from cost_models.from_machines.seen import GpuWiring, Missing, NetworkCard, Sourced
 from cost_models.spec.fields import did_you_mean
 from cost_models.spec.presets import LINKS
@@ -15,18 +18,27 @@ _LINK = {
     (True, 400): "InfiniBand-NDR",
 }
 """The preset of a card by (is InfiniBand, Gb/s)."""
+_LATENCY = Sourced(LINKS["InfiniBand-NDR"]["latency"], "of a network in NCCL's table, src/graph/tuning.cc")
 
 
-def network_of(machine: GpuWiring | None, chosen: str | None, missing: list[Missing]) -> dict[str, Any]:
-    """Return ``network``; ``chosen`` is the preset that the user names."""
+def network_of(
+    machine: GpuWiring | None, chosen: str | None, rates: Sequence[MeasuredRate], missing: list[Missing]
+) -> dict[str, Any]:
+    """Return ``network``; ``chosen`` is the preset that the user names. What was measured counts before line rates."""
     if chosen is not None and chosen not in LINKS:
         raise ClusterError(
             f'there is no link preset "{chosen}"{did_you_mean(chosen, LINKS)}',
             suggestions=["docs/presets.md lists them"],
         )
     cards = _serving(machine)
+    many = _cards(machine, cards, missing)
+    number = many["cards"].value if "cards" in many else int(many["per"].value == "node")
+    measured = card_rate(rates, number, missing)
+    reached = {} if measured is None else {"bandwidth": measured}
     if chosen is not None:
-        return {"preset": Sourced(chosen, "--network"), **_cards(machine, cards, missing)}
+        return {"preset": Sourced(chosen, "--network"), **reached, **many}
+    if (not cards or cards[0].bits_per_second is None) and measured is not None:
+        return {**reached, "latency": _LATENCY, **many}
     if not cards or cards[0].bits_per_second is None:
         raise ClusterError(
             "cannot tell how fast the nodes reach each other",
@@ -34,10 +46,11 @@ def network_of(machine: GpuWiring | None, chosen: str | None, missing: list[Miss
             [
                 "--network PRESET, such as InfiniBand-NDR or Ethernet-100G",
                 "--nccl-xml FILE, which NCCL writes with NCCL_TOPO_DUMP_FILE=FILE",
+                "--nccl-tests FILE, of a run on two of them or more",
             ],
         )
     assert machine is not None
-    return {**_link(cards, machine.count), **_cards(machine, cards, missing)}
+    return {**_link(cards, machine.count), **reached, **many}
 
 
 def _serving(machine: GpuWiring | None) -> tuple[NetworkCard, ...]:
@@ -76,7 +89,5 @@ def _link(cards: tuple[NetworkCard, ...], gpus: int) -> dict[str, Any]:
     line = "its line rate" if each == 1 else f"the line rate of {each} for each GPU"
     return {
         "bandwidth": Sourced(f"{each * gigabits:g}Gb/s", f"{source}, {line}"),
-        "latency": Sourced(
-            LINKS["InfiniBand-NDR"]["latency"], "of a network in NCCL's table, src/graph/tuning.cc"
-        ),
+        "latency": _LATENCY,
     }

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Annotated
+
+from cyclopts import Parameter
 
 from cost_models import host
 from cost_models.errors import UsageError
@@ -11,6 +14,7 @@ from cost_models.files import replace_file
 from cost_models.from_machines.combine import Chosen, Readings, found_cluster
 from cost_models.from_machines.gpu_table import read_gpus
 from cost_models.from_machines.jobs import read_job
+from cost_models.from_machines.nccl_tests import read_nccl_tests
 from cost_models.from_machines.nccl_topology import read_nccl_topology
 from cost_models.from_machines.seen import Sourced, ToolText
 from cost_models.from_machines.switches import read_switches
@@ -25,6 +29,7 @@ def cluster(
     topo: Path | None = None,
     gpus: Path | None = None,
     nccl_xml: Path | None = None,
+    nccl_tests: Annotated[tuple[Path, ...], Parameter(consume_multiple=True, negative=())] = (),
     job: str | None = None,
     switches: Path | None = None,
     device: str | None = None,
@@ -46,6 +51,8 @@ def cluster(
         What `nvidia-smi --query-gpu=name,memory.total,… --format=csv` or `nvidia-smi -L` printed.
     nccl_xml
         What NCCL or RCCL wrote with NCCL_TOPO_DUMP_FILE=FILE.
+    nccl_tests
+        What all_reduce_perf and its like printed, one file or several.
     job
         What `env` printed inside a job of SLURM or torchrun; the word env for the environment of this command.
     switches
@@ -66,11 +73,12 @@ def cluster(
     check_output(output)
     if nodes is not None and not 1 <= nodes <= 65536:
         raise UsageError("cannot read --nodes", [f"{nodes} is no number from 1 to 65536"])
-    here = not (topo or gpus or nccl_xml)
+    here = not (topo or gpus or nccl_xml or nccl_tests)
     seen = Readings(
         machine=read_topo(ToolText.load(topo)) if topo else read_topo(printed(TOPO)) if here else None,
         gpus=read_gpus(ToolText.load(gpus)) if gpus else read_gpus(printed(GPUS)) if here else (),
         nccl=read_nccl_topology(ToolText.load(nccl_xml)) if nccl_xml else None,
+        rates=[rate for file in nccl_tests for rate in read_nccl_tests(ToolText.load(file))],
         job=read_job(_job_text(job)) if job else None,
         switches=read_switches(ToolText.load(switches)) if switches else (),
         host_memory=Sourced(bytes_text(host.memory_bytes()), "this machine") if here else None,

@@ -11,12 +11,14 @@ from cost_models.errors import ClusterError
 from cost_models.from_machines.combine import Chosen, Readings, found_cluster
 from cost_models.from_machines.gpu_table import read_gpus
 from cost_models.from_machines.jobs import read_job
+from cost_models.from_machines.nccl_tests import read_nccl_tests
 from cost_models.from_machines.nccl_topology import read_nccl_topology
 from cost_models.from_machines.seen import Gpu, ToolText
 from cost_models.from_machines.switches import read_switches
 from cost_models.from_machines.topo_matrix import read_topo
 from tests.unit.cost_models.from_machines.forms import GPUS, TOPO
 from tests.unit.cost_models.from_machines.job_forms import JOBS, TOPOLOGIES
+from tests.unit.cost_models.from_machines.rate_forms import TESTS
 from tests.unit.cost_models.from_machines.xml_forms import NCCL
 
 MUTANTS = 100
@@ -90,11 +92,17 @@ def of_switches(text: str) -> None:
     )
 
 
+def of_tests(text: str) -> None:
+    rates = read_nccl_tests(ToolText.of("the file", text))
+    found_cluster(Readings(rates=rates), Chosen("H100-80GB", "InfiniBand-NDR", nodes=2))
+
+
 READERS: dict[str, tuple[Callable[[str], None], list[str]]] = {
     "topo": (of_topo, [text for text, _, _ in TOPO.values()]),
     "nccl": (of_nccl, [text for text, *_ in NCCL.values()]),
     "job": (of_job, [text for text, _, _, counts in JOBS.values() if counts]),
     "switches": (of_switches, [text for text, _ in TOPOLOGIES.values()]),
+    "tests": (of_tests, [text for text, _ in TESTS.values()]),
     "gpus": (of_gpus, [text for text, _ in GPUS.values()]),
 }
 
