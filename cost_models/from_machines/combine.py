@@ -8,7 +8,8 @@ from typing import Any
 
 from cost_models.cluster import ClusterSpec
 from cost_models.errors import ClusterError, UsageError
-from cost_models.from_machines.device_names import device_of
+from cost_models.from_machines.described_device import described_device
+from cost_models.from_machines.hardware_files import HardwareFile
 from cost_models.from_machines.host_lists import read_hosts
 from cost_models.from_machines.jobs import JobNodes
 from cost_models.from_machines.measured_links import with_inside_rates
@@ -31,6 +32,7 @@ class Readings:
     job: JobNodes | None = None
     switches: tuple[FabricSwitch, ...] = ()
     rates: Sequence[MeasuredRate] = ()
+    hardware: HardwareFile | None = None
     host_memory: Sourced | None = None
 
 
@@ -72,13 +74,18 @@ def found_cluster(seen: Readings, chosen: Chosen) -> FoundCluster:
     missing: list[Missing] = []
     wiring, count = _wiring(seen), _count(seen)
     gpus = seen.gpus or (seen.nccl[1] if seen.nccl is not None else ()) or _tested_gpus(seen.rates)
+    hardware = seen.hardware or HardwareFile(Gpu("", ""))
     job = seen.job or (None if chosen.nodes or seen.switches else _tested_job(seen.rates))
-    nodes, groups = node_groups(job, hosts_of(seen.switches), chosen.nodes, count)
-    device = device_of(gpus, chosen.device)
+    number = chosen.nodes or (hardware.nodes if job is None and not seen.switches else None)
+    nodes, groups = node_groups(job, hosts_of(seen.switches), number, count)
+    preset, device = described_device(gpus, chosen.device, seen.hardware, missing)
     entries = []
     for group in groups:
         alike = wiring.first(group.count.value) if wiring is not None else GpuWiring(group.count.value, "")
-        links = links_of(alike, _with_pcie(gpus, seen), device.value, missing)
+        if hardware.links and wiring is None and alike.count > 1:
+            links: dict[str, Any] | None = {"default": hardware.links}
+        else:
+            links = None if preset is None else links_of(alike, _with_pcie(gpus, seen), preset, missing)
         links = with_inside_rates(links, alike.count, seen.rates, missing)
         entry = {
             "name": group.name,
@@ -91,11 +98,11 @@ def found_cluster(seen: Readings, chosen: Chosen) -> FoundCluster:
         entries.append({key: value for key, value in entry.items() if value is not None})
     document: dict[str, Any] = {"version": 1, "nodes": entries}
     if nodes > 1:
-        document["network"] = network_of(wiring, chosen.network, seen.rates, missing)
+        document["network"] = network_of(wiring, chosen.network, hardware.network, seen.rates, missing)
         if seen.switches:
             hosts = seen.job.hosts if seen.job is not None else hosts_of(seen.switches)
             document["network"]["switches"] = network_switches(seen.switches, hosts, missing)
-    elif chosen.network is not None and job is None and not seen.switches:
+    elif chosen.network is not None and job is None and not seen.switches and hardware.nodes is None:
         raise UsageError("cannot read --network", ["one machine has no network to others"], ["--nodes N"])
     found = FoundCluster(document, list(dict.fromkeys(missing)))
     _ = found.spec  # refuses what is no cluster before anything is written
@@ -148,4 +155,6 @@ def _count(seen: Readings) -> Sourced | None:
             )
     if not found and (tested := _tested_gpus(seen.rates)):
         return Sourced(len(tested), tested[0].source)
+    if not found and seen.hardware is not None:
+        return seen.hardware.count
     return found[0] if found else None

@@ -13,7 +13,7 @@ the last rule presets of EFA (four nodes) and TCPX (two) were taken from such ta
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from cost_models.from_machines.nccl_tests import MeasuredRate
@@ -35,9 +35,9 @@ def with_inside_rates(
     inside = [rate for rate in rates if len(rate.per_host) == 1 and rate.ranks <= count]
     if links is None or "default" not in links:
         return links
-    default: Sourced = links["default"]
-    value = default.value if isinstance(default.value, dict) else {"preset": default.value}
-    keys: dict[str, Any] = {key: Sourced(part, default.source) for key, part in value.items()}
+    keys = _by_key(links["default"])
+    value = {key: part.value for key, part in keys.items()}
+    told = next(iter(keys.values())).source
     preset = LINKS[value["preset"]] if "preset" in value else value
     measured: dict[str, Sourced] = {}
     rings: dict[int, tuple[str | float, str]] = {}
@@ -67,9 +67,17 @@ def with_inside_rates(
     if not measured:
         return links
     if "in_network" not in measured and _rings_alone(inside, preset):
-        source = f"{default.source}; no sums in its switch, by which an all-reduce would have been faster"
+        source = f"{told}; no sums in its switch, by which an all-reduce would have been faster"
         keys = {key: Sourced(preset[key], source) for key in ("bandwidth", "latency")}
     return {**links, "default": {**keys, **measured}}
+
+
+def _by_key(default: Sourced | Mapping[str, Sourced]) -> dict[str, Sourced]:
+    """Return the keys of a link with the source of each."""
+    if not isinstance(default, Sourced):
+        return dict(default)
+    value = default.value if isinstance(default.value, dict) else {"preset": default.value}
+    return {key: Sourced(part, default.source) for key, part in value.items()}
 
 
 def _rings_alone(rates: Sequence[MeasuredRate], preset: Any) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from cost_models.errors import ClusterError
@@ -22,21 +22,31 @@ _LATENCY = Sourced(LINKS["InfiniBand-NDR"]["latency"], "of a network in NCCL's t
 
 
 def network_of(
-    machine: GpuWiring | None, chosen: str | None, rates: Sequence[MeasuredRate], missing: list[Missing]
+    machine: GpuWiring | None,
+    chosen: str | None,
+    described: Mapping[str, Sourced],
+    rates: Sequence[MeasuredRate],
+    missing: list[Missing],
 ) -> dict[str, Any]:
-    """Return ``network``; ``chosen`` is the preset that the user names. What was measured counts before line rates."""
+    """Return ``network``; ``chosen`` is the preset that the user names, ``described`` what a hardware file says.
+
+    What was measured counts before all others, then ``chosen``, the speed of cards that were seen, ``described``.
+    """
     if chosen is not None and chosen not in LINKS:
         raise ClusterError(
             f'there is no link preset "{chosen}"{did_you_mean(chosen, LINKS)}',
             suggestions=["docs/presets.md lists them"],
         )
     cards = _serving(machine)
-    many = _cards(machine, cards, missing)
+    many = {key: described[key] for key in ("cards", "per") if key in described}
+    many = _cards(machine, cards, missing) if cards or not many else many
     number = many["cards"].value if "cards" in many else int(many["per"].value == "node")
     measured = card_rate(rates, number, missing)
     reached = {} if measured is None else {"bandwidth": measured}
     if chosen is not None:
         return {"preset": Sourced(chosen, "--network"), **reached, **many}
+    if (not cards or cards[0].bits_per_second is None) and described:
+        return {**described, **reached, **many}
     if (not cards or cards[0].bits_per_second is None) and measured is not None:
         return {**reached, "latency": _LATENCY, **many}
     if not cards or cards[0].bits_per_second is None:

@@ -13,6 +13,7 @@ from cost_models.errors import UsageError
 from cost_models.files import replace_file
 from cost_models.from_machines.combine import Chosen, Readings, found_cluster
 from cost_models.from_machines.gpu_table import read_gpus
+from cost_models.from_machines.hardware_files import read_hardware
 from cost_models.from_machines.jobs import read_job
 from cost_models.from_machines.nccl_tests import read_nccl_tests
 from cost_models.from_machines.nccl_topology import read_nccl_topology
@@ -30,6 +31,7 @@ def cluster(
     gpus: Path | None = None,
     nccl_xml: Path | None = None,
     nccl_tests: Annotated[tuple[Path, ...], Parameter(consume_multiple=True, negative=())] = (),
+    hardware: Path | None = None,
     job: str | None = None,
     switches: Path | None = None,
     device: str | None = None,
@@ -53,6 +55,8 @@ def cluster(
         What NCCL or RCCL wrote with NCCL_TOPO_DUMP_FILE=FILE.
     nccl_tests
         What all_reduce_perf and its like printed, one file or several.
+    hardware
+        A system of AIConfigurator or a hardware_config of Primus.
     job
         What `env` printed inside a job of SLURM or torchrun; the word env for the environment of this command.
     switches
@@ -73,12 +77,13 @@ def cluster(
     check_output(output)
     if nodes is not None and not 1 <= nodes <= 65536:
         raise UsageError("cannot read --nodes", [f"{nodes} is no number from 1 to 65536"])
-    here = not (topo or gpus or nccl_xml or nccl_tests)
+    here = not (topo or gpus or nccl_xml or nccl_tests or hardware)
     seen = Readings(
         machine=read_topo(ToolText.load(topo)) if topo else read_topo(printed(TOPO)) if here else None,
         gpus=read_gpus(ToolText.load(gpus)) if gpus else read_gpus(printed(GPUS)) if here else (),
         nccl=read_nccl_topology(ToolText.load(nccl_xml)) if nccl_xml else None,
         rates=[rate for file in nccl_tests for rate in read_nccl_tests(ToolText.load(file))],
+        hardware=read_hardware(hardware) if hardware else None,
         job=read_job(_job_text(job)) if job else None,
         switches=read_switches(ToolText.load(switches)) if switches else (),
         host_memory=Sourced(bytes_text(host.memory_bytes()), "this machine") if here else None,

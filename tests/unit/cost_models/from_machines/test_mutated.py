@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
 from cost_models.errors import ClusterError
 from cost_models.from_machines.combine import Chosen, Readings, found_cluster
 from cost_models.from_machines.gpu_table import read_gpus
+from cost_models.from_machines.hardware_files import read_hardware
 from cost_models.from_machines.jobs import read_job
 from cost_models.from_machines.nccl_tests import read_nccl_tests
 from cost_models.from_machines.nccl_topology import read_nccl_topology
@@ -17,6 +19,7 @@ from cost_models.from_machines.seen import Gpu, ToolText
 from cost_models.from_machines.switches import read_switches
 from cost_models.from_machines.topo_matrix import read_topo
 from tests.unit.cost_models.from_machines.forms import GPUS, TOPO
+from tests.unit.cost_models.from_machines.hardware_forms import FILES as HARDWARE
 from tests.unit.cost_models.from_machines.job_forms import JOBS, TOPOLOGIES
 from tests.unit.cost_models.from_machines.rate_forms import TESTS
 from tests.unit.cost_models.from_machines.xml_forms import NCCL
@@ -97,17 +100,32 @@ def of_tests(text: str) -> None:
     found_cluster(Readings(rates=rates), Chosen("H100-80GB", "InfiniBand-NDR", nodes=2))
 
 
+def of_hardware(text: str) -> None:
+    file = Path("the file of h100_sxm.yaml")
+    file.write_text(text)
+    found_cluster(Readings(hardware=read_hardware(file)), Chosen("H100-80GB"))
+
+
 READERS: dict[str, tuple[Callable[[str], None], list[str]]] = {
     "topo": (of_topo, [text for text, _, _ in TOPO.values()]),
     "nccl": (of_nccl, [text for text, *_ in NCCL.values()]),
     "job": (of_job, [text for text, _, _, counts in JOBS.values() if counts]),
     "switches": (of_switches, [text for text, _ in TOPOLOGIES.values()]),
     "tests": (of_tests, [text for text, _ in TESTS.values()]),
+    "hardware": (of_hardware, [text for text, *_ in HARDWARE.values()]),
     "gpus": (of_gpus, [text for text, _ in GPUS.values()]),
 }
 
 
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The working directory of readers that need a file."""
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
 @pytest.mark.parametrize("name", READERS)
+@pytest.mark.usefixtures("folder")
 def test_mutants_are_read_or_refused(name: str) -> None:
     read, forms = READERS[name]
     refused = [
