@@ -51,9 +51,9 @@ def links_of(
     source = next(iter(pairs.values())).source
     if DEVICE_LINKS[device].startswith("xGMI"):
         return {"default": _xgmi(device, machine, source, missing)}
-    by_wire = {pair: wire for pair, wire in pairs.items() if wire.nvlinks}
+    by_wire = {pair: wire for pair, wire in pairs.items() if wire.nvlinks or wire.word.startswith("XGMI")}
     nvlink = _nvlink(device)
-    if by_wire and nvlink is None:
+    if by_wire and (nvlink is None or not all(wire.nvlinks for wire in by_wire.values())):
         missing.append(
             Missing(
                 f"the rate of {_words(by_wire.values())} between {device}: PCIe stands in its place",
@@ -71,6 +71,14 @@ def links_of(
             )
         return {"default": _pcie(device, gpus, _words(pairs.values()), source, missing)}
     assert nvlink is not None
+    most = max(by_wire.values(), key=lambda wire: wire.nvlinks)
+    if most.nvlinks > LINK_WIRES[nvlink]:
+        missing.append(
+            Missing(
+                f"why {most.word} is between {device}, which has {LINK_WIRES[nvlink]} NVLinks: these count",
+                "another name of the GPUs in --gpus or --device may be theirs",
+            )
+        )
     counts = {wire.nvlinks for wire in by_wire.values()}
     if len(by_wire) == len(pairs) and (
         machine.count == 2 or min(counts) * (machine.count - 1) > LINK_WIRES[nvlink]
@@ -108,7 +116,8 @@ def _words(wires: Any) -> str:
 
 def _switched(nvlink: str, by_wire: Mapping[tuple[int, int], Any], missing: list[Missing]) -> Sourced:
     counts = Counter(wire.nvlinks for wire in by_wire.values())
-    least, total = min(counts), LINK_WIRES[nvlink]
+    total = LINK_WIRES[nvlink]
+    least = min(counts)
     first = next(wire for wire in by_wire.values() if wire.nvlinks == least)
     if len(counts) > 1:
         missing.append(
@@ -118,7 +127,7 @@ def _switched(nvlink: str, by_wire: Mapping[tuple[int, int], Any], missing: list
             )
         )
     source = f"{first.source}: NV{least} between all; rates of the preset"
-    if least == total:
+    if least >= total:
         return Sourced(nvlink, source)
     part = {
         key: _part(LINKS[nvlink][key], least, total)

@@ -81,6 +81,7 @@ def test_pcie_has_the_generation_and_lanes_that_the_driver_tells() -> None:
     [
         (matrix(full("SYS", 2)), "H100-80GB", "NVLinks between H100-80GB, which such cards have"),
         (matrix(full("NV4", 2)), "A6000", "the rate of NV4 between A6000: PCIe stands in its place"),
+        (matrix(full("NV18", 4)), "A100-80GB", "why NV18 is between A100-80GB, which has 12 NVLinks"),
         (matrix(full("PIX", 2)), "L40S", "generation and lanes of PCIe"),
         (TOPO["a link is down"][0], "H100-80GB", "why some pairs have 18 NVLinks and others 17"),
     ],

@@ -80,6 +80,7 @@ def test_a_card_without_a_preset_has_the_numbers_of_the_file_alone(tmp_path: Pat
             "num_gpus_per_node: expected a whole number",
         ),
         ("target_cluster:\n  hardware_config: mi355x.yaml\n", "line 1", "got the name of another file"),
+        ("hardware_config:\n  gpu_memory_gb: 192\n", "line 1", "expected node_bw with node_lat"),
         (
             "hardware_config:\n  node_bw: -1\n  node_lat: 1\n",
             "line 2",

@@ -131,3 +131,8 @@ def test_a_card_that_no_preset_is_of_needs_its_name() -> None:
     with pytest.raises(ClusterError, match='no preset is called "PCI 0x1d94:0x55b7, 21943"'):
         found_cluster(read(hygon), Chosen())
     assert found_cluster(read(hygon), Chosen("MI210")).spec.world_size == 1
+
+
+def test_links_of_another_kind_than_the_card_has_are_named() -> None:
+    missing = found_cluster(read(NCCL["mi250x"][0]), Chosen("H100-80GB")).missing
+    assert "the rate of XGMI1 between H100-80GB: PCIe stands in its place" in str(missing[0])
