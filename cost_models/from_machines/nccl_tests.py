@@ -7,8 +7,9 @@
     #        (B)    (elements)                               (us)  (GB/s)  (GB/s)            (us)  (GB/s)  (GB/s)
       8589934592    2147483648     float     sum      -1    64250  133.70  233.97      0    64271  133.65  233.89      0
 
-The second half of a row is in place. Older versions have no "root" and say "error" for "#wrong"; launchers write words
-before each line, and NCCL lines between them. Bus bandwidth is algorithm bandwidth times a factor of the collective
+The second half of a row is in place. Older versions have the columns "redop" and "root" only where the collective has
+them, and say "error" for "#wrong"; launchers write words before each line, and NCCL lines between them. Bus bandwidth is
+algorithm bandwidth times a factor of the collective
 (``FACTORS``), to be compared with links: https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md.
 """
 
@@ -101,6 +102,9 @@ def read_nccl_tests(text: ToolText) -> tuple[MeasuredRate, ...]:
 
 
 def _read_row(text: ToolText, number: int, cells: list[str], run: _TestRun) -> None:
+    operation = run.columns.index("redop") if "redop" in run.columns else len(cells)
+    if operation < len(cells) == len(run.columns) - 1 and not cells[operation].isalpha():
+        cells.insert(operation, "none")  # the old all-to-all leaves it blank
     if len(cells) != len(run.columns):
         raise text.wrong(number, f"expected {len(run.columns)} values, got {len(cells)}", MAKE)
     for column, cell in zip(run.columns, cells, strict=True):
@@ -167,7 +171,14 @@ def _mean(columns: list[str], cells: list[str], name: str) -> float:
 
 
 def _guessed(cells: list[str], columns: list[str], factor: float, ranks: int) -> str | None:
-    """Name the collective by its factor and its operation: only an all-reduce has 2 (n - 1) / n and sums."""
+    """Name the collective by its columns in old versions, else by its factor and whether it sums."""
+    if "error" in columns:
+        if "redop" not in columns:
+            return "broadcast" if "root" in columns else "all_gather"
+        if "root" in columns:
+            return "reduce"
+        if cells[columns.index("redop")] == "none":
+            return "alltoall"
     row = dict(zip(columns, cells, strict=True))
     sums = row.get("redop", "none") != "none" and row.get("root", "-1") == "-1"
     if (

@@ -46,6 +46,14 @@ def run(
 
 
 G = 2**30
+
+
+def _old(collective: str, column: str) -> str:
+    """Write a run of 2021, whose header does not name the collective."""
+    text = run(collective, {"localhost": 8}, {8 * G: 235.1}, header=OLD.replace("redop", column), named=False)
+    return text.replace(" none ", " ")
+
+
 H100 = {"worker-0": 8}
 TESTS: dict[str, tuple[str, list[tuple[str, int, int]]]] = {
     # a verbatim row of Oracle's pages: 16 A100 on two hosts
@@ -71,6 +79,10 @@ TESTS: dict[str, tuple[str, list[tuple[str, int, int]]]] = {
         run("all_reduce", {"ai-1": 2}, {2**27: 5.2}, "Tesla T4", header=OLD).replace(" Group  0", ""),
         [("all_reduce", 2, 1)],
     ),
+    # microsoft/superbenchmark: each collective has its own columns
+    "old all-gather": (_old("all_gather", ""), [("all_gather", 8, 1)]),
+    "old broadcast": (_old("broadcast", "root"), [("broadcast", 8, 1)]),
+    "old all-to-all": (_old("alltoall", "redop"), [("alltoall", 8, 1)]),
     # ROCm/rccl: AMD's names, no group
     "rccl": (run("all_reduce", {"deep-3": 2}, {2**27: 11.01}, "AMD Instinct MI210"), [("all_reduce", 2, 1)]),
     # NVIDIA/nccl#1453: a launcher writes [0] before each line
