@@ -32,11 +32,12 @@ Devices: TypeAlias = Mapping[int, int]
 """Node -> how many of its devices are used, from its first on."""
 
 
-def parts(cluster: ClusterSpec) -> list[tuple[int, ...]]:
-    """List the ranks of each part of a cluster, but for the whole: of one kind of node first, of most devices first.
+def parts(cluster: ClusterSpec, floor_seconds: Callable[[Sequence[int]], float]) -> list[tuple[int, ...]]:
+    """List the ranks of each part of a cluster, but for the whole: of one kind of node first, of the least floor first.
 
-    So what is fast is found soon, and smaller parts are told by their work alone that they are not. Workers of this machine
-    have none: they share its cores, and each is as fast as it is while all of them are at work.
+    So what is fast is found before time is up, and others are told by their floors that they are not: few fast devices go
+    before many slow ones. ``floor_seconds``: lower bound on a step on some ranks. Workers of this machine have none: they
+    share its cores, and each is as fast as it is while all of them are at work.
     """
     if all(entry.host == "localhost" for entry in cluster.nodes):
         return []
@@ -57,7 +58,7 @@ def parts(cluster: ClusterSpec) -> list[tuple[int, ...]]:
     kind_of = {rank: alike for alike, nodes in kinds.items() for node in nodes for rank in each[node]}
     return sorted(
         (ranks for ranks in found if 0 < len(ranks) < cluster.world_size),
-        key=lambda own: (len({kind_of[rank] for rank in own}), -len(own), own),
+        key=lambda own: (len({kind_of[rank] for rank in own}), floor_seconds(own), own),
     )
 
 

@@ -13,9 +13,9 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 from cost_models.devices import Device
@@ -97,14 +97,17 @@ def _parts(
     if isinstance(request, HybridRequest) and not request.open:
         return
     costs, cluster = judge.costs, judge.cluster
-    work: dict[Device, float] = {}
-    for ranks in parts(cluster):
+
+    @cache
+    def work_seconds(device: Device) -> float:
+        return costs.least_work_seconds(request.job.batch_size, [device])
+
+    def floor_seconds(ranks: Sequence[int]) -> float:
+        return min(map(work_seconds, cluster.unlike(ranks))) / len(ranks)
+
+    for ranks in parts(cluster, floor_seconds):
         if isinstance(request, FeatureRequest) and request.pins and len(ranks) == 1:
             continue
-        kinds = cluster.unlike(ranks)
-        for device in kinds:
-            if device not in work:
-                work[device] = costs.least_work_seconds(request.job.batch_size, [device])
 
         def providers(ranks: tuple[int, ...] = ranks) -> list[Provider[Any]]:
             own = Judge(judge.graph, costs, part_of(cluster, ranks), request.job)
@@ -114,7 +117,7 @@ def _parts(
                 for found in _providers(own, request, on_part, discovery)
             ]
 
-        yield Part(ranks, min(work[device] for device in kinds) / len(ranks), providers)
+        yield Part(ranks, floor_seconds(ranks), providers)
 
 
 def _providers(
