@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -22,7 +23,7 @@ from passes.graph.graph import OpGraph
 from passes.search.hybrid.fix import Fix
 
 CHANGES_SHOWN = 2
-"""The changes that help most."""
+"""Of those within the risk, the changes that help most."""
 Telling = Callable[[str], AbstractContextManager[None]]
 """A function that says what goes on meanwhile."""
 
@@ -97,34 +98,28 @@ class Checked:
         for index, reason in enumerate(self.too_large):
             yield "" if index else "too large", reason
         if self.plan is not None:
-            figures = _figures(self.plan)
-            memory = self.plan.cluster.devices[self.plan.fullest_device].memory_bytes
-            yield (
-                "step",
-                f"{format_seconds(figures['step_seconds'])}, {figures['samples_per_second']:,.3g} samples/s",
-            )
-            yield (
-                "memory",
-                (
-                    f"the fullest device (rank {self.plan.fullest_device}) holds {format_bytes(figures['peak_bytes'])} of "
-                    f"{format_bytes(memory)}; {chance_cell(figures['chance_of_not_fitting'])} chance of not fitting"
-                ),
-            )
-            yield (
-                "hangs",
-                f"no: {self.plan.proof.instructions} instructions proved free of deadlock, as run here",
-            )
+            yield from _rows_of(self.plan)
         if self.best is not None:
             seconds = self.best.prediction.step_seconds
             ratio = f" ({seconds / self.plan.prediction.step_seconds:.2f}x)" if self.plan is not None else ""
             yield "best found", f"{format_seconds(seconds)}{ratio}: {_words(self.best)}"
         for index, change in enumerate(self.changes):
-            yield (
-                "" if index else "try",
-                f"{change.words}: {format_seconds(change.step_seconds)}, {format_bytes(change.peak_bytes)}",
-            )
+            figures = f"{format_seconds(change.step_seconds)}, {format_bytes(change.peak_bytes)}"
+            yield "" if index else "try", f"{change.words}: {figures}"
         for index, note in enumerate(self.notes):
             yield "" if index else "note", note
+
+
+def _rows_of(plan: Plan) -> Iterator[tuple[str, str]]:
+    figures = _figures(plan)
+    rank, memory = plan.fullest_device, plan.cluster.devices[plan.fullest_device].memory_bytes
+    holds = f"{format_bytes(figures['peak_bytes'])} of {format_bytes(memory)}"
+    chance = chance_cell(figures["chance_of_not_fitting"])
+    yield "step", f"{format_seconds(figures['step_seconds'])}, {figures['samples_per_second']:,.3g} samples/s"
+    yield "memory", f"the fullest device (rank {rank}) holds {holds}; {chance} chance of not fitting"
+    if plan.is_too_risky:
+        yield "not safe", "that chance is above what --risk allows: it runs out of memory too often"
+    yield "hangs", f"no: {plan.proof.instructions} instructions proved free of deadlock, as run here"
 
 
 def _figures(plan: Plan) -> dict[str, Any]:
@@ -196,31 +191,25 @@ def check_configuration(
         checked = replace(checked, too_large=(*error.because, *error.suggestions))
     if not best:
         return checked
-    with progress("searching for the best plan"):
-        found = plan_traced(graph, cluster, replace(options, batch_size=p.batch_size), None)
+    with (
+        progress("searching for the best plan"),
+        suppress(InfeasibleError),
+    ):  # nothing fits: there is no best one
+        checked = replace(
+            checked, best=plan_traced(graph, cluster, replace(options, batch_size=p.batch_size), None)
+        )
     changes = []
     for words, changed in neighbours(p):
-        with progress(f"trying {words}"):
-            try:
-                own = _planned(
-                    graph, cluster, replace(wanted, microbatches="auto"), changed.fix(modules), changed
-                )
-            except (
-                InfeasibleError,
-                UsageError,
-            ):  # it does not fit, or the batch or the model cannot be divided so
-                continue
-        changes.append(
-            Neighbour(
-                words,
-                own.prediction.step_seconds,
-                _figures(own)["peak_bytes"],
-                own.intervals.chance_of_not_fitting,
+        # One that does not fit, or that the batch or the model cannot be divided into, is none.
+        with progress(f"trying {words}"), suppress(InfeasibleError, UsageError):
+            own = _planned(
+                graph, cluster, replace(wanted, microbatches="auto"), changed.fix(modules), changed
             )
-        )
-    known = checked.plan.prediction.step_seconds if checked.plan is not None else float("inf")
-    better = sorted((c for c in changes if c.step_seconds < known), key=lambda c: c.step_seconds)
-    return replace(checked, best=found, changes=tuple(better[:CHANGES_SHOWN]))
+            chance = own.intervals.chance_of_not_fitting
+            changes.append(Neighbour(words, own.prediction.step_seconds, _figures(own)["peak_bytes"], chance))
+    known = checked.plan.prediction.step_seconds if checked.plan is not None else math.inf
+    safe = [c for c in changes if c.chance_of_not_fitting <= options.risk and c.step_seconds < known]
+    return replace(checked, changes=tuple(sorted(safe, key=lambda c: c.step_seconds)[:CHANGES_SHOWN]))
 
 
 def _planned(graph: OpGraph, cluster: ClusterSpec, options: PlanOptions, fix: Fix, p: Parallelism) -> Plan:
