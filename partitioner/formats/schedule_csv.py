@@ -1,4 +1,4 @@
-"""Schedules of ``torch.distributed.pipelining`` as CSV files: a line per rank, a cell per action, empty cells idle.
+"""Schedules of torch.distributed.pipelining as CSV files: a line per rank, a cell per action, empty cells idle.
 
     0F0,0F1,,0B0,,0B1         F forward, B whole backward, I its input half, W its weight half: stage, letter, micro-batch
     ,1F0,1B0,1F1,1B1,         (2F1;3B0)OVERLAP_F_B: two at once
@@ -6,7 +6,7 @@
 Such a file is ``compute_only``: torch adds messages and collectives of parameters itself. In a ``compute_comms`` file they
 stand there, too: 1RECV_F0 and 1SEND_B0 with a micro-batch, 0UNSHARD, 0RESHARD and 0REDUCE_GRAD without.
 
-Source: torch 2.13, torch/distributed/pipelining/schedules.py (``_Action``, ``_load_csv``, ``_validate_schedule``).
+Source: torch 2.13, torch/distributed/pipelining/schedules.py ("_Action", "_load_csv", "_validate_schedule").
 Its reader takes what begins like an action (0F0x is 0F0); this one does not.
 """
 

@@ -1,4 +1,4 @@
-"""torchtitan's configuration: ``ParallelismConfig`` and ``TrainingConfig``, with a pipeline's parts and its schedule.
+"""torchtitan's configuration: its "ParallelismConfig" and "TrainingConfig", with a pipeline's parts and its schedule.
 
     parallelism = ParallelismConfig(
         data_parallel_shard_degree=8,
@@ -40,7 +40,7 @@ def write(plan: PlanData) -> Written:
     """Write the configuration of a plan, and its schedule where torch has no name for it."""
     p = parallelism_of(plan)
     parts = module_names(stage_modules(plan))
-    problems = list(_problems(plan, p, parts))
+    problems = [*refusals(p), *(_problems(plan, parts) if p.pipeline > 1 else ())]
     if problems:
         raise cannot_express(TITLE, problems, "pipeline=… tensor=… data=… zero=3")
     by_name = p.pipeline == 1 or named_order(p.schedule, p.pipeline, p.microbatches)
@@ -66,13 +66,16 @@ def named_order(schedule: str, ranks: int, microbatches: int) -> bool:
     return schedule in NAMED
 
 
-def _problems(plan: PlanData, p: Parallelism, parts: Sequence[Sequence[str]] | None) -> Iterator[str]:
+def refusals(p: Parallelism) -> Iterator[str]:
+    """Yield why it cannot run these degrees."""
     if p.zero == 1 and p.data > 1:
         yield "replicas divide the optimizer's state alone (ZeRO-1): there they divide parameters, too (FSDP), or nothing"
     if p.recompute == "gathers" and p.zero != 3:
         yield "it does not gather again in backward what sequence parallelism gathered, alone"
-    if p.pipeline == 1:
-        return
+
+
+def _problems(plan: PlanData, parts: Sequence[Sequence[str]] | None) -> Iterator[str]:
+    """Yield why torch's pipelines cannot run the plan's stages."""
     if parts is None:
         yield "its models are an embedding, one list of blocks, a norm and a head; these stages hold other modules, or none"
     backward = [str(index) for index, stage in enumerate(plan.stages) if not stage.has_backward]
@@ -105,15 +108,16 @@ def module_names(stages: Sequence[Sequence[str]]) -> list[list[str]] | None:
     if behind:
         named[behind[-1]] = "lm_head" if len(behind) > 1 or "norm" not in behind[0] else "norm"
     parts = [list(dict.fromkeys(named[unit] for unit in modules)) for modules in stages]
-    for name, place, index in (
-        ("tok_embeddings", 0, 0),
-        ("norm", -1, len(parts[-1])),
-        ("lm_head", -1, len(parts[-1]) + 1),
-    ):
-        if not any(
-            name in part for part in parts
-        ):  # a module without an op of its own: its place is at the end
-            parts[place].insert(index, name)
+    known = {
+        name for part in parts for name in part
+    }  # a module without an op of its own is put where its like is
+    if "tok_embeddings" not in known:
+        parts[0].insert(0, "tok_embeddings")
+    if "lm_head" not in known:
+        parts[-1].append("lm_head")
+    if "norm" not in known:
+        head = next(part for part in parts if "lm_head" in part)
+        head.insert(head.index("lm_head"), "norm")
     flat = [name for part in parts for name in part]
     ordered = ["tok_embeddings", *(f"layers.{index}" for index in range(len(blocks))), "norm", "lm_head"]
     return parts if flat == ordered and all(parts) else None
@@ -206,4 +210,4 @@ def is_mine(source: str, text: str) -> bool:
     return source.endswith(".toml") and re.search(r"(?m)^\s*\[parallelism\]", text) is not None
 
 
-TOOL = Tool(TITLE, write, read, is_mine)
+TOOL = Tool(TITLE, write=write, read=read, is_mine=is_mine)

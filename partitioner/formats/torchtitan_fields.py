@@ -14,7 +14,7 @@ from cost_models.errors import UsageError
 CANNOT_READ = "cannot read torchtitan's configuration"
 TABLES = {"ParallelismConfig": "parallelism", "TrainingConfig": "training"}
 POLICIES = {"FullAC": "full", "SelectiveAC": "selective", "MemoryBudgetAC": "memory_budget"}
-"""Classes of ``torchtitan.distributed.activation_checkpoint``, and the words of the TOML form."""
+"""Classes of torchtitan.distributed.activation_checkpoint, and the words of the TOML form."""
 LARGEST = 1 << 62
 
 
@@ -33,7 +33,7 @@ class Settings:
     parallelism: dict[str, Setting] = field(default_factory=dict)
     training: dict[str, Setting] = field(default_factory=dict)
     checkpointing: Setting | None = None
-    """``full``, ``selective``, ``memory_budget`` or ``none``; None where the file does not say."""
+    """full, selective, memory_budget or none; None where the file does not say."""
 
 
 def refused(line: int, why: str, *more: str) -> UsageError:

@@ -1,4 +1,4 @@
-"""Schedules of our plans, written as CSV, loaded by torch.distributed.pipelining and trained with: losses and gradients equal."""
+"""Schedules of our plans as CSV files: torch.distributed.pipelining loads them, and trains with them as we do."""
 
 from __future__ import annotations
 
@@ -21,7 +21,6 @@ from runtime.ranks.launch import WorkerPool
 from tests.support.decoder import decoder_batch, decoder_model, decoder_plan, decoder_workload, token_loss
 
 SECONDS = 120.0
-NEAR = {"rtol": 1e-9, "atol": 1e-12}
 
 
 def parallelism(schedule: str, pipeline: int, layers: tuple[int, ...], microbatches: int = 4) -> Parallelism:
@@ -48,7 +47,7 @@ PLANS = {
 
 
 def steps(plan_json: str, table: str) -> tuple[float, float | None, dict[str, Tensor]]:
-    """In a worker: the loss of a step of ours; that of torch's with the schedule in ``table``, and this rank's gradients."""
+    """In a worker: the loss of our step; that of torch's with the schedule in ``table``, and this rank's gradients."""
     plan = Plan.from_json(plan_json)
     batch = decoder_batch(plan.batch_size)
     with plan.deploy(decoder_workload(), timeout_seconds=30.0, check_memory=False) as engine:
@@ -63,7 +62,7 @@ def steps(plan_json: str, table: str) -> tuple[float, float | None, dict[str, Te
     stages = [
         PipelineStage(module, stage, len(parts), torch.device("cpu")) for stage, module in modules.items()
     ]
-    schedule = _PipelineScheduleRuntime(
+    schedule = _PipelineScheduleRuntime(  # type: ignore[no-untyped-call]
         stages, plan.microbatches, lambda logits, targets: token_loss(logits, {"targets": targets})
     )
     schedule._load_csv(table)
@@ -94,7 +93,7 @@ def test_torch_trains_with_a_plans_schedule(pool: WorkerPool, tmp_path: Path, na
     whole = decoder_workload()
     batch = decoder_batch(wanted.batch_size)
     loss = token_loss(whole.model(batch["tokens"]), batch)
-    loss.backward()
+    loss.backward()  # type: ignore[no-untyped-call]
     found = pool.run(steps, plan.to_json(), str(table), world_size=wanted.pipeline, timeout_seconds=SECONDS)
     for ours, theirs, _ in found:
         assert ours == pytest.approx(loss.item(), rel=1e-9)
@@ -103,4 +102,4 @@ def test_torch_trains_with_a_plans_schedule(pool: WorkerPool, tmp_path: Path, na
     gradients = {name: grad for _, _, own in found for name, grad in own.items()}
     assert gradients.keys() == dict(whole.model.named_parameters()).keys()
     for parameter, expected in whole.model.named_parameters():
-        torch.testing.assert_close(gradients[parameter], expected.grad, **NEAR, msg=parameter)
+        torch.testing.assert_close(gradients[parameter], expected.grad, rtol=1e-9, atol=1e-12, msg=parameter)

@@ -1,8 +1,9 @@
-"""A small decoder with the module names of torchtitan's, any of which may be missing; and plans of it with given degrees."""
+"""A small decoder with the module names of torchtitan's, any of which may be missing; plans of it with given degrees."""
 
 from __future__ import annotations
 
 from collections.abc import Collection
+from functools import cache
 
 import torch
 from torch import Tensor, nn
@@ -10,6 +11,8 @@ from torch import Tensor, nn
 from cost_models.cluster import ClusterSpec
 from partitioner import Plan, Workload, partition
 from partitioner.formats.parallelism import Parallelism
+from partitioner.models.as_graph import as_graph
+from passes.graph.graph import OpGraph
 
 LAYERS, WIDTH, WORDS, LENGTH = 8, 16, 32, 4
 MODULES = ("tok_embeddings", *(f"layers.{index}" for index in range(LAYERS)), "norm", "lm_head")
@@ -23,7 +26,8 @@ class DecoderBlock(nn.Module):
         self.down = nn.Linear(2 * WIDTH, WIDTH)
 
     def forward(self, hidden: Tensor) -> Tensor:
-        return hidden + self.down(torch.tanh(self.up(self.norm(hidden))))
+        added: Tensor = self.down(torch.tanh(self.up(self.norm(hidden))))
+        return hidden + added
 
 
 class Decoder(nn.Module):
@@ -72,14 +76,16 @@ def decoder_workload() -> Workload:
     return Workload(decoder_model(), decoder_batch(2), token_loss, "decoder")
 
 
+@cache
+def decoder_graph() -> OpGraph:
+    return as_graph(decoder_workload())
+
+
 def decoder_plan(p: Parallelism, cluster: ClusterSpec | None = None) -> Plan:
     """Plan the decoder with the degrees of ``p``."""
-    workload = decoder_workload()
     return partition(
-        workload.model,
+        decoder_graph(),
         cluster or ClusterSpec.local(p.world_size),
-        example_inputs=workload.example_inputs,
-        loss_fn=token_loss,
         batch_size=p.batch_size,
         microbatches=p.microbatches,
         strategy="hybrid",
