@@ -35,7 +35,7 @@ OVERLAP = "OVERLAP_F_B"
 MOST_SHOWN = 8
 """The most problems that an error lists."""
 _ACTION = re.compile(rf"(\d{{1,6}})({'|'.join((*OF_STAGES, *MESSAGES, *COMPUTES))})(\d{{0,6}})", re.ASCII)
-_OVERLAP = re.compile(rf"\(([^()]*)\){OVERLAP}", re.ASCII)
+_PAIRED = re.compile(rf"\(([^()]*)\){OVERLAP}", re.ASCII)
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +51,7 @@ class Action:
 
 
 @dataclass(frozen=True, slots=True)
-class Overlap:
+class AtOnce:
     """Computes that run at once."""
 
     actions: tuple[Action, ...]
@@ -60,12 +60,12 @@ class Overlap:
         return f"({';'.join(map(str, self.actions))}){OVERLAP}"
 
 
-Cell: TypeAlias = Action | Overlap
+Cell: TypeAlias = Action | AtOnce
 
 
 @dataclass(frozen=True)
 class TorchSchedule:
-    """What each rank does, in order; idle cells are left out."""
+    """The actions of each rank, in order; idle cells are left out."""
 
     rows: tuple[tuple[Cell, ...], ...]
 
@@ -90,7 +90,7 @@ class TorchSchedule:
         for rank, row in enumerate(self.rows):
             for cell in row:
                 yield from (
-                    (rank, action) for action in (cell.actions if isinstance(cell, Overlap) else (cell,))
+                    (rank, action) for action in (cell.actions if isinstance(cell, AtOnce) else (cell,))
                 )
 
     def stage_ranks(self) -> dict[int, int]:
@@ -202,14 +202,14 @@ def _cell(text: str) -> Cell | None:
     """Return what a cell says; None where it is empty. Raises ValueError with what is wrong."""
     if not text:
         return None
-    together = _OVERLAP.fullmatch(text)
+    together = _PAIRED.fullmatch(text)
     if together is None:
         return _action(text)
     actions = tuple(_action(part.strip()) for part in together[1].split(";"))
     others = [str(action) for action in actions if action.kind not in COMPUTES]
     if others:
         raise ValueError(f"{others[0]} is no compute: only these overlap")
-    return Overlap(actions)
+    return AtOnce(actions)
 
 
 def _action(text: str) -> Action:

@@ -3,8 +3,8 @@
     parallelism = ParallelismConfig(
         data_parallel_shard_degree=8,
         pipeline_parallel_degree=2,
-        module_fqns_per_model_part=[["tok_embeddings", "layers.0"], ["layers.1", "norm", "lm_head"]],
         pipeline_parallel_schedule="1F1B",
+        module_fqns_per_model_part=[["tok_embeddings", "layers.0"], ["layers.1", "norm", "lm_head"]],
     )
 
 Names and rules: torchtitan 0.3.0, its config/configs.py, trainer.py, distributed/parallel_dims.py and pipeline_parallel.py;

@@ -19,7 +19,7 @@ LARGEST = 1 << 62
 
 
 @dataclass(frozen=True)
-class Setting:
+class GivenSetting:
     """One value, and where it stands."""
 
     value: Any
@@ -27,12 +27,12 @@ class Setting:
 
 
 @dataclass
-class Settings:
-    """What a file says, by the names that torchtitan has."""
+class GivenSettings:
+    """The settings of a file, by the names that torchtitan has."""
 
-    parallelism: dict[str, Setting] = field(default_factory=dict)
-    training: dict[str, Setting] = field(default_factory=dict)
-    checkpointing: Setting | None = None
+    parallelism: dict[str, GivenSetting] = field(default_factory=dict)
+    training: dict[str, GivenSetting] = field(default_factory=dict)
+    checkpointing: GivenSetting | None = None
     """full, selective, memory_budget or none; None where the file does not say."""
 
 
@@ -48,7 +48,7 @@ def _several(what: str, lines: Sequence[int]) -> UsageError:
     )
 
 
-def settings_of(text: str) -> Settings:
+def settings_of(text: str) -> GivenSettings:
     """Read the settings of a file of either form."""
     if re.search(r"(?m)^[ \t]*\[[ \t]*\w+[ \t]*\]", text) and not re.search(
         r"\bParallelismConfig\s*\(", text
@@ -57,14 +57,14 @@ def settings_of(text: str) -> Settings:
     return _of_python(text)
 
 
-def _of_python(text: str) -> Settings:
+def _of_python(text: str) -> GivenSettings:
     try:
         tree = ast.parse(text)
     except SyntaxError as error:
         raise refused(error.lineno or 1, f"this is no Python: {error.msg}") from error
     except (ValueError, RecursionError, MemoryError) as error:
         raise UsageError(CANNOT_READ, [f"this is no Python: {error}"]) from error
-    settings = Settings()
+    settings = GivenSettings()
     for name, table in TABLES.items():
         calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call) and _last(node.func) == name]
         if len(calls) > 1:
@@ -82,7 +82,7 @@ def _last(node: ast.expr) -> str:
     return node.id if isinstance(node, ast.Name) else node.attr if isinstance(node, ast.Attribute) else ""
 
 
-def _keywords(call: ast.Call, name: str) -> Iterator[tuple[str, Setting]]:
+def _keywords(call: ast.Call, name: str) -> Iterator[tuple[str, GivenSetting]]:
     if call.args:
         raise refused(call.args[0].lineno, f"{name} takes its settings by name")
     for keyword in call.keywords:
@@ -93,7 +93,7 @@ def _keywords(call: ast.Call, name: str) -> Iterator[tuple[str, Setting]]:
             value = _value(keyword.value)
         except (ValueError, RecursionError) as error:
             raise refused(line, f"{keyword.arg}: {error}") from error
-        yield keyword.arg, Setting(value, line)
+        yield keyword.arg, GivenSetting(value, line)
 
 
 def _value(node: ast.expr) -> Any:
@@ -113,9 +113,9 @@ def _value(node: ast.expr) -> Any:
     raise ValueError("expected a plain value, not something to compute")
 
 
-def _policy(tree: ast.Module) -> Setting | None:
+def _policy(tree: ast.Module) -> GivenSetting | None:
     """Return what is said of activation checkpointing: activation_checkpoint=FullAC.Config(), or = None."""
-    found: list[Setting] = []
+    found: list[GivenSetting] = []
     for node in ast.walk(tree):
         if not isinstance(node, ast.keyword | ast.Assign):
             continue
@@ -124,13 +124,13 @@ def _policy(tree: ast.Module) -> Setting | None:
             continue
         value = node.value
         if isinstance(value, ast.Constant) and value.value is None:
-            found.append(Setting("none", value.lineno))
+            found.append(GivenSetting("none", value.lineno))
             continue
         made = value.func if isinstance(value, ast.Call) else value
         owner = made.value if isinstance(made, ast.Attribute) and made.attr == "Config" else made
         name = _last(owner)
         if name in POLICIES:
-            found.append(Setting(POLICIES[name], value.lineno))
+            found.append(GivenSetting(POLICIES[name], value.lineno))
         elif name != "activation_checkpoint":
             raise refused(
                 value.lineno, f"activation_checkpoint: expected one of {', '.join(POLICIES)} or None"
@@ -140,17 +140,19 @@ def _policy(tree: ast.Module) -> Setting | None:
     return found[0] if found else None
 
 
-def _of_toml(text: str) -> Settings:
+def _of_toml(text: str) -> GivenSettings:
     try:
         data = tomllib.loads(text)
     except (tomllib.TOMLDecodeError, RecursionError) as error:
         raise UsageError(CANNOT_READ, [f"this is no TOML: {error}"]) from error
-    settings = Settings()
+    settings = GivenSettings()
     for table in TABLES.values():
         found = data.get(table, {})
         if not isinstance(found, dict):
             raise refused(_line(text, table), f"{table}: expected a table")
-        setattr(settings, table, {name: Setting(value, _line(text, name)) for name, value in found.items()})
+        setattr(
+            settings, table, {name: GivenSetting(value, _line(text, name)) for name, value in found.items()}
+        )
     if "parallelism" not in data:
         raise UsageError(CANNOT_READ, ["no table [parallelism] is there"])
     checkpointing = data.get("activation_checkpoint", {})
@@ -159,7 +161,7 @@ def _of_toml(text: str) -> Settings:
         if mode not in (*POLICIES.values(), "none"):
             words = ", ".join(POLICIES.values())
             raise refused(line, f"mode: expected one of {words} and none, not {str(mode)[:40]!r}")
-        settings.checkpointing = Setting(mode, line)
+        settings.checkpointing = GivenSetting(mode, line)
     return settings
 
 

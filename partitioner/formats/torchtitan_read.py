@@ -10,7 +10,7 @@ from cost_models.errors import UsageError
 from cost_models.units import counted
 from partitioner.formats.parallelism import Parallelism
 from partitioner.formats.tool import Understood
-from partitioner.formats.torchtitan_fields import Setting, Settings, refused, settings_of
+from partitioner.formats.torchtitan_fields import GivenSetting, GivenSettings, refused, settings_of
 from passes.search.words import RecomputeMode
 from runtime.schedules import SCHEDULES
 
@@ -107,7 +107,7 @@ def read(text: str, devices: int) -> Understood:
     return Understood(parallelism, tuple(problems), tuple(notes), dict(said))
 
 
-def _number(table: Mapping[str, Setting], name: str, default: int) -> int:
+def _number(table: Mapping[str, GivenSetting], name: str, default: int) -> int:
     """Return a whole number; -1 where that stands for what is left. Raises UsageError that names the line."""
     if name not in table:
         return default
@@ -119,14 +119,14 @@ def _number(table: Mapping[str, Setting], name: str, default: int) -> int:
     return value
 
 
-def _flag(table: Mapping[str, Setting], name: str, *, default: bool) -> bool:
+def _flag(table: Mapping[str, GivenSetting], name: str, *, default: bool) -> bool:
     value = table[name].value if name in table else default
     if not isinstance(value, bool):
         raise refused(table[name].line, f"{name}: expected true or false, not {_shown(value)}")
     return value
 
 
-def _word(table: Mapping[str, Setting], name: str, default: str, allowed: Sequence[str] = ()) -> str:
+def _word(table: Mapping[str, GivenSetting], name: str, default: str, allowed: Sequence[str] = ()) -> str:
     value = table[name].value if name in table else default
     if value is None and not allowed:
         return ""
@@ -141,7 +141,7 @@ def _shown(value: Any) -> str:
     return text if len(text) <= 40 else f"{text[:37]}..."
 
 
-def _refuse_unplanned(given: Mapping[str, Setting], degrees: Mapping[str, int]) -> None:
+def _refuse_unplanned(given: Mapping[str, GivenSetting], degrees: Mapping[str, int]) -> None:
     over = [name for name in UNPLANNED if degrees[name] > 1]
     if not over:
         return
@@ -156,7 +156,7 @@ def _refuse_unplanned(given: Mapping[str, Setting], degrees: Mapping[str, int]) 
 
 
 def _batch(
-    settings: Settings, degrees: Mapping[str, int], data: int, problems: list[str], notes: list[str]
+    settings: GivenSettings, degrees: Mapping[str, int], data: int, problems: list[str], notes: list[str]
 ) -> tuple[int, int]:
     """Return the samples of a micro-batch on each replica, and the micro-batches of a step."""
     training, pipeline = settings.training, degrees["pipeline_parallel_degree"] > 1
@@ -196,7 +196,7 @@ def _batch(
 
 
 def _pipeline(
-    settings: Settings, pipeline: int, microbatches: int, problems: list[str], notes: list[str]
+    settings: GivenSettings, pipeline: int, microbatches: int, problems: list[str], notes: list[str]
 ) -> tuple[str, int, list[int]]:
     """Return the schedule, the stages of each rank, and the layers of each stage where they are said."""
     given = settings.parallelism
@@ -237,14 +237,14 @@ def _pipeline(
         notes.append(note)
     if schedule == "1f1b" and microbatches < pipeline and not table:
         problems.append(f"1F1B needs {pipeline} micro-batches or more, not {microbatches}")
-    if schedule == "interleaved" and microbatches % max(1, microbatches // pipeline):
+    if schedule == "interleaved" and not table and microbatches % max(1, microbatches // pipeline):
         problems.append(
             f"{name} needs a multiple of {microbatches // pipeline} micro-batches, not {microbatches}"
         )
     return schedule, chunks, layers
 
 
-def _parts(given: Mapping[str, Setting]) -> list[list[str]]:
+def _parts(given: Mapping[str, GivenSetting]) -> list[list[str]]:
     setting = given.get("module_fqns_per_model_part")
     if setting is None or not setting.value:
         return []
@@ -274,7 +274,7 @@ def _layers(parts: Sequence[Sequence[str]], problems: list[str]) -> list[int]:
     return [sum(name.startswith("layers.") for name in part) for part in parts]
 
 
-def _recompute(settings: Settings, pipeline: int, shard: int, notes: list[str]) -> RecomputeMode:
+def _recompute(settings: GivenSettings, pipeline: int, shard: int, notes: list[str]) -> RecomputeMode:
     """Return what backward computes again: by the policy of checkpointing, and of parameters in parts."""
     allowed = ("default", "always", "never")
     policy = _word(settings.parallelism, "fsdp_reshard_after_forward", "default", allowed)

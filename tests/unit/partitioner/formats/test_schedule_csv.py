@@ -11,7 +11,7 @@ import pytest
 import torch.distributed.pipelining.schedules as theirs
 
 from cost_models.errors import UsageError
-from partitioner.formats.schedule_csv import Action, Overlap, read_csv
+from partitioner.formats.schedule_csv import Action, AtOnce, read_csv
 from partitioner.formats.torchtitan import NAMED, named_order
 from runtime.schedules import SCHEDULES
 
@@ -44,7 +44,7 @@ def test_forms(text: str) -> None:
 
 def test_cells_are_stages_kinds_and_microbatches() -> None:
     (row,) = read_csv("10SEND_F3,2UNSHARD,(0F1;1B0)OVERLAP_F_B").rows
-    together = Overlap((Action(0, "F", 1), Action(1, "B", 0)))
+    together = AtOnce((Action(0, "F", 1), Action(1, "B", 0)))
     assert row == (Action(10, "SEND_F", 3), Action(2, "UNSHARD"), together)
 
 

@@ -10,6 +10,7 @@ import pytest
 from cost_models.cluster import ClusterSpec
 from cost_models.errors import UsageError
 from partitioner import Plan
+from partitioner.formats.check import described
 from partitioner.formats.from_plan import parallelism_of
 from partitioner.formats.parallelism import Parallelism
 from partitioner.formats.schedule_csv import read_csv, schedule_of
@@ -28,7 +29,7 @@ PLANS = [
 ]
 
 
-@pytest.mark.parametrize("wanted", PLANS, ids=str)
+@pytest.mark.parametrize("wanted", PLANS, ids=described)
 def test_what_is_written_is_read_as_the_same_degrees(wanted: Parallelism) -> None:
     plan = decoder_plan(wanted, EIGHT)
     assert parallelism_of(plan) == wanted
