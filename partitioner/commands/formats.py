@@ -49,7 +49,7 @@ def export(
     plan
         The plan file.
     to
-        The tool: megatron, torchtitan.
+        The tool: megatron, torchtitan, torch_schedule.
     output
         The folder to write the files to, made if it is not there; without it the main file goes to stdout.
     nearest
@@ -125,7 +125,7 @@ def check(
     cluster
         As for partitioner plan.
     from_
-        The tool it is of, as the file looks if not given: megatron, torchtitan.
+        The tool it is of, as the file looks if not given: megatron, torchtitan, torch_schedule.
     alone
         Do not search for what is better.
     """

@@ -1,4 +1,4 @@
-"""Whether a schedule of torch's pipelines can hang: who waits for whom when torch runs it.
+"""The waits of a schedule of torch's pipelines: who waits for whom when torch runs it, and whether that ends.
 
     compute_only     torch adds a send behind each compute whose result goes to another rank, and that rank's receive at the
                      place that it has reached ("_add_send_recv"): what it cannot place it refuses
