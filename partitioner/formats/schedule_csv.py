@@ -6,7 +6,7 @@
 Such a file is ``compute_only``: torch adds messages and collectives of parameters itself. In a ``compute_comms`` file they
 stand there, too: 1RECV_F0 and 1SEND_B0 with a micro-batch, 0UNSHARD, 0RESHARD and 0REDUCE_GRAD without.
 
-Source: torch 2.13, torch/distributed/pipelining/schedules.py ("_Action", "_load_csv", "_validate_schedule").
+Source: torch 2.13, torch.distributed.pipelining.schedules ("_Action", "_load_csv", "_validate_schedule").
 Its reader takes what begins like an action (0F0x is 0F0); this one does not.
 """
 

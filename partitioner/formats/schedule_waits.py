@@ -11,7 +11,7 @@ not waited for, but by the compute that needs what is received, and at the end o
     NCCL             one queue for the messages of two ranks, both ways (a communicator of the pair): a send waits for its
                      receive, unless its bytes fit a buffer, and what is posted behind it waits, too
 
-Source: torch 2.13, torch/distributed/pipelining/schedules.py ("_batch_p2p" posts sends and receives one by one).
+Source: torch 2.13, torch.distributed.pipelining.schedules ("_batch_p2p" posts sends and receives one by one).
 """
 
 from __future__ import annotations

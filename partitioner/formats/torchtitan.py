@@ -7,7 +7,7 @@
         module_fqns_per_model_part=[["tok_embeddings", "layers.0"], ["layers.1", "norm", "lm_head"]],
     )
 
-Names and rules: torchtitan 0.3.0, its config/configs.py, trainer.py, distributed/parallel_dims.py and pipeline_parallel.py;
+Names and rules: torchtitan 0.3.0, its modules "configs", "trainer", "parallel_dims" and "pipeline_parallel";
 batches in tokens: its commit b5bcd76 of August 2026. Its meshes have the pipeline outermost and tensor parallelism
 innermost, as groups are here. It has whole replicas, or parameters in parts among all of them (FSDP, ZeRO-3).
 """
