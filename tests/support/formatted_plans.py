@@ -31,3 +31,16 @@ def plan_of(fix: str, schedule: str = "auto", devices: int = 8, batch: int = 32)
         fix=fix,
         schedule=schedule,
     )
+
+
+@cache
+def small_llama() -> OpGraph:
+    """Return the trace of a Llama of four layers: separate projections, weights as [out, in]."""
+    return as_graph(load_workload("llama-8b", settings={"size": "tiny"}))
+
+
+@cache
+def llama_plan_of(fix: str, schedule: str = "auto", devices: int = 4, batch: int = 16) -> Plan:
+    """Return the plan of these degrees for the small Llama."""
+    cluster = ClusterSpec.parse(f"H100-80GB:{devices}")
+    return partition(small_llama(), cluster, batch_size=batch, strategy="hybrid", fix=fix, schedule=schedule)
