@@ -28,7 +28,7 @@ class Division:
 
     direction: Literal["column", "row", "whole"]
     op: str
-    """What reads it: linear; addmm, of a weight that is kept as [in, out]; embedding."""
+    """What it is for: linear; addmm, of a weight that is kept as [in, out]; embedding, also where a head is tied to it."""
     gathered: bool = False
     """Whether its divided output is gathered for what reads it."""
     splits: bool = False
@@ -40,6 +40,9 @@ def divisions_of(plan: PlanData) -> dict[str, Division]:
     if plan.outline is None:
         return {}
     readers = _readers(plan.outline)
+    tables = {
+        _starred(path) for path, name in plan.outline.class_names().items() if name.endswith("Embedding")
+    }
     found: dict[str, Division] = {}
     for stage in plan.stages:
         sharding = stage.sharding
@@ -58,7 +61,7 @@ def divisions_of(plan: PlanData) -> dict[str, Division]:
             reader = readers.get(name, "")
             found[name] = Division(
                 "column" if is_column else "row" if is_row else "whole",
-                row.op,
+                "embedding" if name in tables else row.op,
                 gathered=is_column and not gathers.isdisjoint(_views(plan.outline, reader)),
             )
     return {name: _with_split(plan.outline, readers, found, name) for name in found}
@@ -71,8 +74,13 @@ def _readers(outline: ModelOutline) -> Mapping[str, str]:
         for read in reads:
             if read < 0 and outline.inputs[-1 - read].name.endswith(".weight") and op.startswith(_PRODUCTS):
                 name = outline.inputs[-1 - read].name.removesuffix(".weight")
-                found.setdefault(re.sub(r"\.\d+(?=\.)", ".*", name), op)
+                found.setdefault(_starred(name), op)
     return found
+
+
+def _starred(name: str) -> str:
+    """Write * for the blocks' numbers."""
+    return re.sub(r"\.\d+(?=\.|$)", ".*", name)
 
 
 def _views(outline: ModelOutline, op: str) -> Iterator[str]:
