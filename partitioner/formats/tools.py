@@ -8,7 +8,7 @@ from importlib import import_module
 from cost_models.errors import UsageError
 from partitioner.formats.tool import Tool
 
-TOOLS = ("megatron", "torchtitan", "torch_schedule", "accelerate", "deepspeed", "transformers")
+TOOLS = ("megatron", "torchtitan", "torch_schedule", "accelerate", "deepspeed", "transformers", "vllm", "llama_cpp", "galvatron", "rankfile")
 """Modules of this folder; each has its ``TOOL``."""
 
 
