@@ -18,7 +18,7 @@ import yaml
 
 from partitioner.formats.from_plan import parallelism_of
 from partitioner.formats.parallelism import Parallelism, Zero, is_block
-from partitioner.formats.settings import Settings, from_yaml
+from partitioner.formats.settings import FileSettings, from_yaml
 from partitioner.formats.tool import Tool, Understood, Written, cannot_express
 from partitioner.record.data import PlanData
 from passes.search.words import RecomputeMode
@@ -147,7 +147,7 @@ def read(text: str, devices: int) -> Understood:
 NO_BATCH = "the file says nothing of batches: one micro-batch of one sample on each replica"
 
 
-def _sizes(settings: Settings, processes: int) -> tuple[dict[str, int], list[str], list[str]]:
+def _sizes(settings: FileSettings, processes: int) -> tuple[dict[str, int], list[str], list[str]]:
     """Return the sizes of the mesh, the rules that they break, and notes."""
     given = settings.within("parallelism_config")
     sizes = {name: given.count(f"{PREFIX}{name}_size") for name in _SIZES}
@@ -170,7 +170,7 @@ def _sizes(settings: Settings, processes: int) -> tuple[dict[str, int], list[str
     return sizes, problems, [f"{name} is not read" for name in given.others(known)]
 
 
-def _ddp(settings: Settings, processes: int) -> Understood:
+def _ddp(settings: FileSettings, processes: int) -> Understood:
     sizes, problems, notes = _sizes(settings, processes)
     if sizes["dp_shard"] > 1:
         problems.append("dp_shard_size above 1 needs distributed_type: FSDP with fsdp_version: 2")
@@ -186,10 +186,10 @@ _STRATEGIES: Mapping[str, str] = {
 }  # fmt: skip
 
 
-def _fully_sharded(settings: Settings, processes: int) -> Understood:
+def _fully_sharded(settings: FileSettings, processes: int) -> Understood:
     sizes, problems, notes = _sizes(settings, processes)
     fsdp = settings.within("fsdp_config")
-    fsdp = Settings(TITLE, {_prefixed(name): value for name, value in fsdp.values.items()}, fsdp.path)
+    fsdp = FileSettings(TITLE, {_prefixed(name): value for name, value in fsdp.values.items()}, fsdp.path)
     version = fsdp.word("fsdp_version", {"1": 1, "2": 2}, 1)
     strategy = "FULL_SHARD"
     if version == 1:
@@ -236,7 +236,7 @@ def _prefixed(name: str) -> str:
     return name if name.startswith("fsdp") else f"fsdp_{name}"
 
 
-def _deepspeed(settings: Settings, processes: int) -> Understood:
+def _deepspeed(settings: FileSettings, processes: int) -> Understood:
     sizes, problems, notes = _sizes(settings, processes)
     given = settings.within("deepspeed_config")
     if "deepspeed_config_file" in given:
@@ -264,10 +264,10 @@ def _deepspeed(settings: Settings, processes: int) -> Understood:
     )
 
 
-def _megatron(settings: Settings, processes: int) -> Understood:
+def _megatron(settings: FileSettings, processes: int) -> Understood:
     given = settings.within("megatron_lm_config")
     short = {re.sub("^megatron_lm_", "", name): value for name, value in given.values.items()}
-    given = Settings(TITLE, short, f"{given.path}megatron_lm_")
+    given = FileSettings(TITLE, short, f"{given.path}megatron_lm_")
     tensor, pipeline = given.count("tp_degree"), given.count("pp_degree")
     problems = []
     if processes % (tensor * pipeline):

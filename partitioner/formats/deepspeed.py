@@ -19,7 +19,7 @@ import torch
 
 from partitioner.formats.from_plan import parallelism_of, stage_modules
 from partitioner.formats.parallelism import Parallelism, Zero, is_block
-from partitioner.formats.settings import Settings, from_json
+from partitioner.formats.settings import FileSettings, from_json
 from partitioner.formats.tensor_words import Division, divisions_of
 from partitioner.formats.tool import Tool, Understood, Written, cannot_express
 from partitioner.record.data import PlanData
@@ -282,11 +282,11 @@ def read(text: str, devices: int) -> Understood:
     )
 
 
-def _enabled(section: Settings) -> bool:
+def _enabled(section: FileSettings) -> bool:
     return section.get("enabled") != "auto" and section.flag("enabled")
 
 
-def _auto_count(settings: Settings, name: str, default: int, notes: list[str], least: int = 1) -> int:
+def _auto_count(settings: FileSettings, name: str, default: int, notes: list[str], least: int = 1) -> int:
     """Return a whole number; where the Trainer of transformers is to fill it in ("auto"), the default."""
     if settings.get(name) == "auto":
         notes.append(
@@ -296,7 +296,7 @@ def _auto_count(settings: Settings, name: str, default: int, notes: list[str], l
     return settings.count(name, default, least)
 
 
-def _zero(settings: Settings, notes: list[str]) -> Zero:
+def _zero(settings: FileSettings, notes: list[str]) -> Zero:
     if isinstance(settings.get("zero_optimization"), bool):  # an earlier form
         return 1 if settings.get("zero_optimization") else 0
     section = settings.within("zero_optimization")
@@ -321,7 +321,7 @@ def _zero(settings: Settings, notes: list[str]) -> Zero:
     return 3 if stage == 3 else 1 if stage else 0
 
 
-def _batch(settings: Settings, ranks: int, problems: list[str], notes: list[str]) -> tuple[int, int]:
+def _batch(settings: FileSettings, ranks: int, problems: list[str], notes: list[str]) -> tuple[int, int]:
     """Return the samples of a micro-batch and the micro-batches, by DeepSpeed's rule of the three numbers."""
     known: dict[str, int | None] = {}
     for name in ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"):

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from cost_models.units import counted
 from partitioner.formats.from_plan import parallelism_of, stage_modules
 from partitioner.formats.parallelism import Parallelism, Zero, is_block
-from partitioner.formats.settings import Settings, from_json
+from partitioner.formats.settings import FileSettings, from_json
 from partitioner.formats.tool import Tool, Understood, Written, cannot_express
 from partitioner.record.data import PlanData
 from passes.search.words import RecomputeMode
@@ -142,7 +142,7 @@ def read(text: str, devices: int) -> Understood:
     return Understood(p, tuple(problems), tuple(notes), {"layers": layers})
 
 
-def _refuse_others(settings: Settings, ulysses: Sequence[int]) -> None:
+def _refuse_others(settings: FileSettings, ulysses: Sequence[int]) -> None:
     """Raise UsageError for parallelism that is not planned."""
     if any(ulysses) or settings.count("vsp", 0, least=0):
         raise settings.unplanned("use_sp: positions are not divided between attentions yet")
@@ -153,7 +153,7 @@ def _refuse_others(settings: Settings, ulysses: Sequence[int]) -> None:
         raise settings.unplanned("tp_consecutive_flags 0: shards of neighbouring ranks alone are planned")
 
 
-def _numbers(settings: Settings, name: str, default: Sequence[int] = ()) -> list[int]:
+def _numbers(settings: FileSettings, name: str, default: Sequence[int] = ()) -> list[int]:
     """Return a list written as "1,2,2"."""
     value = settings.get(name)
     if value is None:

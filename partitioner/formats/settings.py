@@ -18,7 +18,7 @@ MOST = 10**9
 YES_NO = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
 
 
-class Settings:
+class FileSettings:
     """A mapping of a file. ``path``: the keys around it, with a dot behind them."""
 
     def __init__(self, title: str, values: Mapping[str, Any], path: str = "") -> None:
@@ -64,13 +64,13 @@ class Settings:
             raise self.wrong(name, f"one of {', '.join(meanings)}")
         return known[str(value).lower()]
 
-    def within(self, name: str) -> Settings:
+    def within(self, name: str) -> FileSettings:
         """Return the mapping behind a key, an empty one if it is not there."""
         value = self.get(name)
         if value is not None and not isinstance(value, Mapping):
             raise self.wrong(name, "a mapping")
         named = {} if value is None else {str(key): item for key, item in value.items()}
-        return Settings(self.title, named, f"{self.path}{name}.")
+        return FileSettings(self.title, named, f"{self.path}{name}.")
 
     def others(self, known: Iterable[str], pattern: str = "") -> list[str]:
         """Return the paths of keys that are not ``known`` and look like ``pattern``."""
@@ -90,7 +90,7 @@ class Settings:
         return UsageError("cannot plan this configuration", [why])
 
 
-def from_yaml(title: str, text: str) -> Settings:
+def from_yaml(title: str, text: str) -> FileSettings:
     """Return the settings of a YAML file. Raises UsageError with the line of what is no YAML."""
     try:
         found = yaml.safe_load(text)
@@ -103,7 +103,7 @@ def from_yaml(title: str, text: str) -> Settings:
     return _mapping(title, found)
 
 
-def from_json(title: str, text: str) -> Settings:
+def from_json(title: str, text: str) -> FileSettings:
     """Return the settings of a JSON file. Raises UsageError with the line of what is no JSON."""
 
     def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -120,10 +120,10 @@ def from_json(title: str, text: str) -> Settings:
     return _mapping(title, found)
 
 
-def _mapping(title: str, found: object) -> Settings:
+def _mapping(title: str, found: object) -> FileSettings:
     if not isinstance(found, Mapping):
         raise _no_mapping(title, f"expected a mapping, not {show(found)}")
-    return Settings(title, {str(key): value for key, value in found.items()})
+    return FileSettings(title, {str(key): value for key, value in found.items()})
 
 
 def _no_mapping(title: str, why: str) -> UsageError:

@@ -1,4 +1,4 @@
-"""How a plan's shards divide each weight of a product or lookup: by columns or rows of [out, in], as other tools say it.
+"""Each weight of a product or lookup as a plan's shards divide it: by columns or rows of [out, in], as other tools say it.
 
 model.layers.*.self_attn.q_proj   its output stays divided                         column
 model.layers.*.self_attn.o_proj   its input is divided, its output summed          row
@@ -24,15 +24,15 @@ _PRODUCTS = ("linear", "addmm", "embedding")
 
 @dataclass(frozen=True)
 class Division:
-    """How shards divide a module's weight."""
+    """The way in which shards divide a module's weight."""
 
     direction: Literal["column", "row", "whole"]
     op: str
-    """What it is for: linear; addmm, of a weight that is kept as [in, out]; embedding, also where a head is tied to it."""
+    """Its use: linear; addmm, of a weight that is kept as [in, out]; embedding, also where a head is tied to it."""
     gathered: bool = False
-    """Whether its divided output is gathered for what reads it."""
+    """True if its divided output is gathered for what reads it."""
     splits: bool = False
-    """Whether it takes its part of an input that is whole."""
+    """True if it takes its part of an input that is whole."""
 
 
 def divisions_of(plan: PlanData) -> dict[str, Division]:

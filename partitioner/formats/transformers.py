@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping
 
 from partitioner.formats.from_plan import parallelism_of, stage_modules
 from partitioner.formats.parallelism import Parallelism
-from partitioner.formats.settings import Settings, from_json
+from partitioner.formats.settings import FileSettings, from_json
 from partitioner.formats.tensor_words import Division, divisions_of
 from partitioner.formats.tool import Tool, Understood, Written, cannot_express
 from partitioner.record.data import PlanData
@@ -175,10 +175,10 @@ def read(text: str, devices: int) -> Understood:
     return Understood(p, tuple(problems), tuple(notes))
 
 
-def _from_call(text: str, start: int) -> Settings:
+def _from_call(text: str, start: int) -> FileSettings:
     """Return the arguments of the first call, whose values are literals."""
     line = text.count("\n", 0, start) + 1
-    empty = Settings(TITLE, {})
+    empty = FileSettings(TITLE, {})
     try:
         tree = ast.parse(text)
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
@@ -197,7 +197,7 @@ def _from_call(text: str, start: int) -> Settings:
                     raise empty.refused(what) from error
             if node.args:
                 raise empty.refused(f"line {node.lineno}: DistributedConfig takes its arguments by name")
-            return Settings(TITLE, values)
+            return FileSettings(TITLE, values)
     raise empty.refused(f"line {line}: DistributedConfig is not called")
 
 
