@@ -123,7 +123,7 @@ PACKAGES := .cache/parsers
 formats: setup  ## plans written for other tools, read by their own packages and planned again; 50 MB from PyPI
 	DS_BUILD_OPS=0 $(BIN)/pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation --upgrade \
 	  --target $(PACKAGES) -r tests/parsers/packages.txt
-	PYTHONPATH=$(PACKAGES) $(BIN)/python -m pytest tests/parsers
+	DS_ACCELERATOR=cpu PYTHONPATH=$(PACKAGES) $(BIN)/python -m pytest tests/parsers
 
 checkpoint: setup  ## seconds and memory of saving and loading 124 M parameters
 	$(BIN)/python -m benchmarks.checkpoint

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Annotated
@@ -14,17 +15,19 @@ from cost_models.cluster import ClusterSpec
 from cost_models.errors import UsageError
 from cost_models.files import replace_file, text_of
 from cost_models.shown import printable
-from cost_models.units import format_seconds
+from cost_models.units import counted, format_seconds
 from partitioner.commands.options import (
     NOTHING_GIVEN,
     Flag,
     JsonFlag,
     ModelOptions,
     QuietFlag,
+    WholeNumber,
     chance,
     emit,
     progress,
 )
+from partitioner.formats.parallelism import Parallelism
 from partitioner.formats.tool import Tool, Written
 from partitioner.formats.tools import tool_named, tool_of, writers
 from partitioner.plan import Plan
@@ -49,7 +52,8 @@ def export(
     plan
         The plan file.
     to
-        The tool: megatron, torchtitan, torch_schedule.
+        The tool: megatron, torchtitan, torch_schedule, deepspeed, accelerate, transformers, galvatron, vllm, llama_cpp or
+        rankfile.
     output
         The folder to write the files to, made if it is not there; without it the main file goes to stdout.
     nearest
@@ -107,6 +111,8 @@ def check(
     model: str,
     cluster: str,
     from_: Annotated[str | None, Parameter(name="--from")] = None,
+    batch_size: WholeNumber | None = None,
+    microbatch: WholeNumber | None = None,
     optimizer_memory: str = "adamw",
     risk: str = "5%",
     alone: Flag = False,
@@ -125,7 +131,12 @@ def check(
     cluster
         As for partitioner plan.
     from_
-        The tool it is of, as the file looks if not given: megatron, torchtitan, torch_schedule.
+        The tool it is of, as the file looks if not given: megatron, torchtitan, torch_schedule, deepspeed, accelerate,
+        transformers or galvatron.
+    batch_size
+        Samples of a step, where the file does not say.
+    microbatch
+        Samples of a micro-batch on each replica, likewise.
     alone
         Do not search for what is better.
     """
@@ -136,6 +147,7 @@ def check(
     if tool.read is None:
         raise UsageError(f"nothing is read of {tool.title}")
     understood = tool.read(text, machines.world_size)
+    understood = replace(understood, parallelism=_with_batch(understood.parallelism, batch_size, microbatch))
     with collector_paused():
         from partitioner.formats.check import check_configuration  # these import torch
         from partitioner.formats.model_sizes import sizes_of
@@ -153,6 +165,19 @@ def check(
         )  # fmt: skip
     emit(checked, checked.to_dict(), json)
     return checked.exit_code
+
+
+def _with_batch(p: Parallelism, batch_size: int | None, microbatch: int | None) -> Parallelism:
+    """Return the same degrees with another batch, micro-batch, or both."""
+    each = p.microbatch if microbatch is None else microbatch
+    batch = p.batch_size if batch_size is None else batch_size
+    if batch % (each * p.data):
+        raise UsageError(
+            f"cannot cut a batch of {batch}",
+            [f"it is no multiple of {each} samples on each of {counted(p.data, 'replica')}"],
+            ["give --batch-size and --microbatch that divide"],
+        )
+    return replace(p, microbatch=each, microbatches=batch // (each * p.data))
 
 
 def _write(folder: Path, files: Mapping[str, str]) -> None:

@@ -8,7 +8,18 @@ from importlib import import_module
 from cost_models.errors import UsageError
 from partitioner.formats.tool import Tool
 
-TOOLS = ("megatron", "torchtitan", "torch_schedule", "accelerate", "deepspeed", "transformers", "vllm", "llama_cpp", "galvatron", "rankfile")
+TOOLS = (
+    "megatron",
+    "torchtitan",
+    "torch_schedule",
+    "accelerate",
+    "deepspeed",
+    "transformers",
+    "vllm",
+    "llama_cpp",
+    "galvatron",
+    "rankfile",
+)
 """Modules of this folder; each has its ``TOOL``."""
 
 
@@ -29,6 +40,11 @@ def writers() -> list[str]:
     return [name for name in TOOLS if tool_named(name).write is not None]
 
 
+def readers() -> list[str]:
+    """Return the names of the tools whose configurations are read."""
+    return [name for name in TOOLS if tool_named(name).read is not None]
+
+
 def tool_of(text: str, source: str) -> str:
     """Return the name of the tool whose configuration this is. Raises UsageError if it is nobody's, or several's."""
     found = [
@@ -41,6 +57,6 @@ def tool_of(text: str, source: str) -> str:
         raise UsageError(
             f"cannot tell which tool {source} is of",
             [why],
-            [f"say it: --from {name}" for name in found or TOOLS],
+            [f"say it: --from {name}" for name in found or readers()],
         )
     return found[0]

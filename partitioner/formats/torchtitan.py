@@ -210,4 +210,4 @@ def is_mine(source: str, text: str) -> bool:
     return source.endswith(".toml") and re.search(r"(?m)^\s*\[parallelism\]", text) is not None
 
 
-TOOL = Tool(TITLE, write=write, read=read, is_mine=is_mine)
+TOOL = Tool(TITLE, write, refusals, read, is_mine)

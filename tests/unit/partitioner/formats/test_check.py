@@ -12,10 +12,12 @@ import pytest
 from benchmarks.rooms import ROOT
 from cost_models.cluster import ClusterSpec
 from partitioner.cli import run_command
+from partitioner.commands.formats import check, export
 from partitioner.formats import megatron
 from partitioner.formats.check import Checked, check_configuration, neighbours
 from partitioner.formats.from_plan import parallelism_of
 from partitioner.formats.parallelism import Parallelism
+from partitioner.formats.tools import readers, writers
 from partitioner.planning.options import PlanOptions
 from tests.support.formatted_plans import plan_of, small_gpt2
 
@@ -122,3 +124,23 @@ def test_bad_command_lines(
     plan_of(FIX, "1f1b").save(plan)
     assert run_command([argument.format(plan=plan) for argument in arguments]) == 2
     assert reason in capsys.readouterr().err
+
+
+def test_the_help_names_every_tool() -> None:
+    for words, names in ((export.__doc__, writers()), (check.__doc__, readers())):
+        assert words is not None
+        assert [name for name in names if name not in words] == []
+
+
+def test_a_batch_is_given_where_the_file_says_none(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "distributed.json"
+    file.write_text('{"tp_size": 2, "fsdp_size": 4}')
+    model = ["--model", "gpt2", "--set", "size=tiny", "--set", "layers=6", "--cluster", "H100-80GB:8"]
+    asked = ["check", str(file), "--from", "transformers", *model, "--alone", "--json"]
+    assert run_command([*asked, "--batch-size", "32", "--microbatch", "2"]) == 0
+    told = json.loads(capsys.readouterr().out)["parallelism"]
+    assert (told["data"], told["microbatch"], told["microbatches"]) == (4, 2, 4)
+    assert run_command([*asked, "--batch-size", "30"]) == 2
+    assert "no multiple" in capsys.readouterr().err
