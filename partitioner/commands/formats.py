@@ -52,8 +52,8 @@ def export(
     plan
         The plan file.
     to
-        The tool: megatron, torchtitan, torch_schedule, deepspeed, accelerate, transformers, galvatron, vllm, llama_cpp or
-        rankfile.
+        The tool: megatron, torchtitan, torch_schedule, deepspeed, accelerate, transformers, galvatron, rankfile, and for
+        inference vllm and llama_cpp.
     output
         The folder to write the files to, made if it is not there; without it the main file goes to stdout.
     nearest

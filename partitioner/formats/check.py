@@ -23,7 +23,7 @@ from passes.graph.graph import OpGraph
 from passes.search.hybrid.fix import Fix
 
 CHANGES_SHOWN = 2
-"""Of those within the risk, the changes that help most."""
+"""The number of changes that are said: those that help most, of what is within the risk."""
 Telling = Callable[[str], AbstractContextManager[None]]
 """A function that says what goes on meanwhile."""
 
