@@ -116,7 +116,10 @@ def _notes(plan: PlanData, p: Parallelism) -> Iterator[str]:
 
 
 def _flags(text: str) -> dict[str, list[str]]:
-    """Return every ``--flag`` of a script or a file of arguments, with the words behind it."""
+    """Return every ``--flag`` of a script, a file of arguments or YAML of Megatron's tests, with the words behind it.
+
+    ``--flag: true`` is a flag without words there, ``--flag: false`` none.
+    """
     try:
         words = shlex.split(text.replace("\\\n", " "), comments=True)
     except ValueError as error:
@@ -124,14 +127,14 @@ def _flags(text: str) -> dict[str, list[str]]:
     found: dict[str, list[str]] = {}
     name = None
     for word in words:
-        if re.fullmatch(r"--[a-z0-9][a-z0-9-]*(=.*)?", word, re.DOTALL):
-            name, _, value = word[2:].partition("=")
+        if re.fullmatch(r"--[a-z0-9][a-z0-9-]*(:|=.*)?", word, re.DOTALL):
+            name, _, value = word[2:].removesuffix(":").partition("=")
             if name in found and name in _READ:
                 raise UsageError("cannot read Megatron's flags", [f"--{name} is there twice"])
             found[name] = [value] if value else []
         elif name is not None:
             found[name].append(word)
-    return found
+    return {name: words for name, words in found.items() if words[:1] != ["false"]}
 
 
 def read(text: str, devices: int) -> Understood:

@@ -73,7 +73,30 @@ MODEL_PARALLEL_ARGS=(
 TRAINING_ARGS=(--micro-batch-size 1 --global-batch-size 1536 --bf16)
 torchrun ${DISTRIBUTED_ARGS[@]} pretrain_gpt.py ${GPT_MODEL_ARGS[@]}
 """
+MODEL_CONFIG = """
+ENV_VARS:
+  CUDA_DEVICE_MAX_CONNECTIONS: 1
+MODEL_ARGS:
+  --num-layers: 12
+  --micro-batch-size: 4
+  --global-batch-size: 32
+  --tensor-model-parallel-size: 2
+  --pipeline-model-parallel-size: 2
+  --sequence-parallel: true
+  --use-distributed-optimizer: false
+  --bf16: true
+TEST_TYPE: regular
+"""  # as Megatron-LM's functional tests have it
 FORMS = {
+    MODEL_CONFIG: (
+        8,
+        Parallelism(pipeline=2, tensor=2, sequence=True, data=2, microbatch=4, microbatches=4, layers=(6, 6)),
+    ),
+    "torchrun --nproc-per-node=8 pretrain_gpt.py --tensor-model-parallel-size 1 --pipeline-model-parallel-size 1 "
+    "--micro-batch-size 4 --global-batch-size 256 --recompute-granularity selective --use-distributed-optimizer": (
+        8,
+        Parallelism(data=8, zero=1, microbatch=4, microbatches=8, recompute="selective"),
+    ),
     SCRIPT: (128, Parallelism(pipeline=16, tensor=8, microbatches=1536, layers=(6,) * 16)),
     "--tensor-model-parallel-size=2 \\\n --sequence-parallel \\\n --global-batch-size 64": (
         8,
