@@ -37,17 +37,21 @@ def replace_file(target: Path, text: str) -> None:
         Path(name).unlink(missing_ok=True)  # there only if it was not moved, for whatever reason
 
 
-MOST_BYTES = 50_000_000
-"""The largest file that is read as a text that people write or tools print."""
+MOST_BYTES = 16 * 2**20
+"""A longer file is none that people write or tools print of a machine or a run."""
 
 
 def text_of(path: Path) -> str:
-    """Return a file's text. Raises UsageError: not there, too large, no UTF-8."""
+    """Return a file's text. Raises UsageError: not there, too long, no UTF-8 (with the line)."""
     try:
-        if path.stat().st_size > MOST_BYTES:
-            raise UsageError(f"cannot read {path}", [f"it is larger than {MOST_BYTES:,} bytes"])
-        return path.read_text(encoding="utf-8")
+        with path.open("rb") as file:
+            content = file.read(MOST_BYTES + 1)
     except OSError as error:
-        raise UsageError(f"cannot read {path}", [str(error.strerror)]) from error
+        raise UsageError(f"cannot read {path}", [error.strerror or str(error)]) from error
+    if len(content) > MOST_BYTES:
+        raise UsageError(f"cannot read {path}", [f"it has more than {MOST_BYTES // 2**20} MiB"])
+    try:
+        return content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
-        raise UsageError(f"cannot read {path}", [f"byte {error.start} is not UTF-8 text"]) from error
+        line = content.count(b"\n", 0, error.start) + 1
+        raise UsageError(f"cannot read {path}, line {line}", ["it is not UTF-8 text"]) from error

@@ -9,9 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from cost_models.errors import ClusterError
-
-MOST_BYTES = 16 * 2**20
-"""A longer file is none of these: what tools print of a machine has kilobytes."""
+from cost_models.files import text_of
 
 _COLOURS = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
 
@@ -31,21 +29,8 @@ class ToolText:
 
     @classmethod
     def load(cls, path: Path) -> ToolText:
-        """Read a file; ``ClusterError`` if it is none, too long or no text."""
-        try:
-            with path.open("rb") as file:
-                content = file.read(MOST_BYTES + 1)
-        except OSError as error:
-            raise ClusterError(f"cannot read {path}", [error.strerror or str(error)]) from error
-        if len(content) > MOST_BYTES:
-            raise ClusterError(
-                f"cannot read {path}", [f"it has more than {MOST_BYTES // 2**20} MiB: no such output has"]
-            )
-        try:
-            return cls.of(str(path), content.decode("utf-8-sig"))
-        except UnicodeDecodeError as error:
-            line = content.count(b"\n", 0, error.start) + 1
-            raise ClusterError(f"cannot read {path}, line {line}", ["it is not UTF-8 text"]) from error
+        """Read a file; UsageError if it is none, too long or no text."""
+        return cls.of(str(path), text_of(path))
 
     def at(self, line: int) -> str:
         """Name a line, counted from 1: ``"topo.txt, line 3"``."""

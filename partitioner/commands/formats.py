@@ -21,6 +21,7 @@ from partitioner.commands.options import (
     Flag,
     JsonFlag,
     ModelOptions,
+    PlannedModelOptions,
     QuietFlag,
     WholeNumber,
     chance,
@@ -29,7 +30,7 @@ from partitioner.commands.options import (
 )
 from partitioner.formats.parallelism import Parallelism
 from partitioner.formats.tool import Tool, Written
-from partitioner.formats.tools import tool_named, tool_of, writers
+from partitioner.formats.tools import tool_named, tool_of
 from partitioner.plan import Plan
 from runtime.collector import collector_paused
 
@@ -41,7 +42,7 @@ def export(
     to: str,
     output: Annotated[Path | None, Parameter(name=("--output", "-o"))] = None,
     nearest: str | None = None,
-    model_options: ModelOptions = NOTHING_GIVEN,
+    model_options: PlannedModelOptions = NOTHING_GIVEN,
     quiet: QuietFlag = False,
     json: JsonFlag = False,
 ) -> int:
@@ -61,10 +62,6 @@ def export(
         What that costs is said on stderr; in the folder the plan is plan.json.
     """
     tool = tool_named(to)
-    if tool.write is None:
-        raise UsageError(
-            f"nothing is written for {tool.title}", [f"there are writers for {', '.join(writers())}"]
-        )
     given = Plan.load(plan)
     if nearest is None:
         with progress(f"writing for {tool.title}", quiet=quiet):
@@ -80,23 +77,19 @@ def export(
     return 0
 
 
-def _nearest(given: Plan, tool: Tool, model: str, model_options: ModelOptions, *, quiet: bool) -> Written:
+def _nearest(given: Plan, tool: Tool, model: str, of_model: PlannedModelOptions, *, quiet: bool) -> Written:
     """Write the nearest plan that the tool can run, and what it costs as its first note."""
+    dims = of_model.dims()
     with collector_paused():
-        from partitioner.formats.nearest import nearest_plan  # it imports torch
-        from partitioner.models.as_graph import as_graph
+        from partitioner.explain.graph_of_plan import graph_of  # these import torch
+        from partitioner.formats.nearest import nearest_plan
         from partitioner.planning.options import RISK, PlanOptions
-        from partitioner.record.rebuild import refuse_other_model
 
-        with progress(f"loading {model}", quiet=quiet):
-            workload = model_options.load(model)
         with progress(f"tracing {model}", quiet=quiet):
-            graph = as_graph(workload, precision=given.precision)
-        refuse_other_model(given, graph)
+            graph = graph_of(given, of_model.load(model), "plan anew", dims)
         risk = RISK if given.risk is None else given.risk.allowed
         options = PlanOptions(given.batch_size, given.optimizer_memory, risk=risk)
         found = nearest_plan(tool, graph, given.cluster, options, partial(progress, quiet=quiet))
-    assert tool.write is not None
     written = tool.write(found)
     mine, theirs = found.prediction.step_seconds, given.prediction.step_seconds
     cost = f"its nearest plan takes {format_seconds(mine)} a step, {mine / theirs:.2f}x of {format_seconds(theirs)}"
@@ -149,8 +142,7 @@ def check(
     understood = tool.read(text, machines.world_size)
     understood = replace(understood, parallelism=_with_batch(understood.parallelism, batch_size, microbatch))
     with collector_paused():
-        from partitioner.formats.check import check_configuration  # these import torch
-        from partitioner.formats.model_sizes import sizes_of
+        from partitioner.formats.check import check_configuration, heads_of  # these import torch
         from partitioner.models.as_graph import as_graph
         from partitioner.planning.options import PlanOptions
 
@@ -160,7 +152,7 @@ def check(
             graph = as_graph(workload)
         options = PlanOptions(optimizer_memory=optimizer_memory, risk=chance(risk))
         checked = check_configuration(
-            str(file), tool.title, understood, graph, machines, options, sizes_of(workload.model),
+            str(file), tool.title, understood, graph, machines, options, heads_of(workload.model),
             partial(progress, quiet=quiet), best=not alone,
         )  # fmt: skip
     emit(checked, checked.to_dict(), json)

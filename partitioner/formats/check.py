@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
 from cost_models.cluster import ClusterSpec
@@ -14,14 +14,19 @@ from cost_models.units import counted, format_bytes, format_seconds
 from partitioner.api import plan_traced
 from partitioner.formats.from_plan import parallelism_of
 from partitioner.formats.parallelism import Parallelism, is_block, units_of
+from partitioner.formats.planned import planned
 from partitioner.formats.tool import Understood
 from partitioner.plan import Plan
 from partitioner.planning.options import PlanOptions
 from partitioner.report.intervals import chance_cell
 from partitioner.report.text import labelled
 from passes.graph.graph import OpGraph
-from passes.search.hybrid.fix import Fix
 
+HEADS: Mapping[str, Sequence[str]] = {
+    "attention heads": ("num_attention_heads", "n_head", "num_heads"),
+    "key-value heads": ("num_key_value_heads",),
+}
+"""The heads that shards divide, and the names that configurations of transformers models have for their number."""
 CHANGES_SHOWN = 2
 """The number of changes that are said: those that help most, of what is within the risk."""
 Telling = Callable[[str], AbstractContextManager[None]]
@@ -46,35 +51,30 @@ class Checked:
     title: str
     parallelism: Parallelism
     problems: tuple[str, ...]
-    """Rules that it breaks: it does not run. [] if it is legal."""
+    """Rules that it breaks: it does not run; none if it is legal."""
     notes: tuple[str, ...]
     plan: Plan | None = None
     """The configuration as a plan, if it is legal and fits."""
     too_large: tuple[str, ...] = ()
     """Reasons why it does not fit, and what would."""
     best: Plan | None = None
-    changes: tuple[Neighbour, ...] = field(default=())
+    changes: tuple[Neighbour, ...] = ()
 
     @property
     def exit_code(self) -> int:
         """0: legal, and fits; 2: not legal; 4: does not fit."""
-        return 2 if self.problems else 4 if self.plan is None and self.too_large else 0
+        return 2 if self.problems else 4 if self.plan is None else 0
 
     def to_dict(self) -> dict[str, Any]:
         """Return the answers as JSON has them (``docs/check.schema.json``)."""
-        p = self.parallelism
         return {
             "source": self.source,
             "tool": self.title,
-            "parallelism": {
-                "pipeline": p.pipeline, "chunks": p.chunks, "tensor": p.tensor, "sequence": p.sequence, "data": p.data,
-                "zero": p.zero, "microbatch": p.microbatch, "microbatches": p.microbatches, "schedule": p.schedule,
-                "recompute": p.recompute, "layers": list(p.layers),
-            },
+            "parallelism": {**asdict(self.parallelism), "layers": list(self.parallelism.layers)},
             "legal": not self.problems,
             "problems": list(self.problems),
             "notes": list(self.notes),
-            "fits": None if self.problems or (self.plan is None and not self.too_large) else self.plan is not None,
+            "fits": None if self.problems else self.plan is not None,
             "too_large": list(self.too_large),
             "plan": None if self.plan is None else _figures(self.plan),
             "proved_instructions": None if self.plan is None else self.plan.proof.instructions,
@@ -164,47 +164,40 @@ def check_configuration(
     graph: OpGraph,
     cluster: ClusterSpec,
     options: PlanOptions,
-    sizes: Mapping[str, int],
+    heads: Mapping[str, int],
     progress: Telling,
     *,
     best: bool = True,
 ) -> Checked:
     """Check a configuration of a traced model on a cluster.
 
-    ``options``: those that a configuration says nothing of (optimizer, risk); ``sizes``: of the model by name, that
-    degrees have to divide; ``best``: search, too, for what is better.
+    ``options``: those that a configuration says nothing of (optimizer, risk); ``heads``: as :func:`heads_of` has
+    them; ``best``: search, too, for what is better.
     """
     p = understood.parallelism
     modules = list(
         dict.fromkeys(filter(None, units_of(str(n.meta.get("module_path", "")) for n in graph.ops)))
     )
-    problems = [*understood.problems, *_illegal(p, understood.said, modules, sizes, cluster)]
+    problems = [*understood.problems, *_illegal(p, understood.said, modules, heads, cluster)]
     checked = Checked(source, title, p, tuple(problems), understood.notes)
     if problems:
         return checked
-    wanted = replace(options, strategy="hybrid", batch_size=p.batch_size, microbatches=p.microbatches)
+    wanted = replace(options, batch_size=p.batch_size)
     try:
         with progress("planning it as it is"):
-            plan = _planned(graph, cluster, wanted, p.fix(modules), p)
+            plan = planned(graph, cluster, replace(wanted, microbatches=p.microbatches), p, p.fix(modules))
         checked = replace(checked, plan=plan)
     except InfeasibleError as error:
         checked = replace(checked, too_large=(*error.because, *error.suggestions))
     if not best:
         return checked
-    with (
-        progress("searching for the best plan"),
-        suppress(InfeasibleError),
-    ):  # nothing fits: there is no best one
-        checked = replace(
-            checked, best=plan_traced(graph, cluster, replace(options, batch_size=p.batch_size), None)
-        )
+    with progress("searching for the best plan"), suppress(InfeasibleError):  # nothing fits: there is none
+        checked = replace(checked, best=plan_traced(graph, cluster, wanted, None))
     changes = []
     for words, changed in neighbours(p):
         # One that does not fit, or that the batch or the model cannot be divided into, is none.
         with progress(f"trying {words}"), suppress(InfeasibleError, UsageError):
-            own = _planned(
-                graph, cluster, replace(wanted, microbatches="auto"), changed.fix(modules), changed
-            )
+            own = planned(graph, cluster, wanted, changed, changed.fix(modules))
             chance = own.intervals.chance_of_not_fitting
             changes.append(Neighbour(words, own.prediction.step_seconds, _figures(own)["peak_bytes"], chance))
     known = checked.plan.prediction.step_seconds if checked.plan is not None else math.inf
@@ -212,19 +205,11 @@ def check_configuration(
     return replace(checked, changes=tuple(sorted(safe, key=lambda c: c.step_seconds)[:CHANGES_SHOWN]))
 
 
-def _planned(graph: OpGraph, cluster: ClusterSpec, options: PlanOptions, fix: Fix, p: Parallelism) -> Plan:
-    given = {name: value for name, value in vars(fix).items() if value is not None}
-    schedule = p.schedule if p.pipeline > 1 else "auto"
-    asked = replace(options, fix=given, schedule=schedule)
-    asked.check()
-    return plan_traced(graph, cluster, asked, None)
-
-
 def _illegal(
     p: Parallelism,
     said: Mapping[str, int],
     modules: list[str],
-    sizes: Mapping[str, int],
+    heads: Mapping[str, int],
     cluster: ClusterSpec,
 ) -> Iterator[str]:
     """Yield the rules about the model and the cluster that a configuration breaks."""
@@ -237,12 +222,19 @@ def _illegal(
         yield f"its stages have {sum(p.layers)} layers, the model has {blocks}"
     if p.pipeline * p.chunks > blocks + 2:
         yield f"{p.pipeline * p.chunks} stages for {blocks} layers, embedding and head"
-    for name, size in sizes.items():
-        if size % p.tensor:
-            yield f"tensor {p.tensor} does not divide the model's {size} {name}"
+    for name, count in heads.items():
+        if count % p.tensor:
+            yield f"tensor {p.tensor} does not divide the model's {count} {name}"
     inside = max(map(len, cluster.ranks_per_node))
     if p.tensor > inside:
         yield f"tensor {p.tensor} goes over machines of {inside} devices: every sum of a layer would cross the network"
+
+
+def heads_of(model: object) -> dict[str, int]:
+    """Return the numbers of a model's heads, as far as its configuration says them."""
+    config = getattr(model, "config", None)
+    values = {name: [getattr(config, a, None) for a in attributes] for name, attributes in HEADS.items()}
+    return {name: count for name, found in values.items() for count in found[::-1] if isinstance(count, int)}
 
 
 def neighbours(p: Parallelism) -> Iterator[tuple[str, Parallelism]]:

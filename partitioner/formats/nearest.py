@@ -7,20 +7,21 @@ or where that does not fit, of all blocks. Micro-batches and borders are searche
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from dataclasses import replace
 
 from cost_models.cluster import ClusterSpec
 from cost_models.errors import InfeasibleError, UsageError
-from partitioner.api import plan_traced
 from partitioner.formats.parallelism import Parallelism, Zero
+from partitioner.formats.planned import planned
 from partitioner.formats.tool import Tool
 from partitioner.plan import Plan
 from partitioner.planning.options import PlanOptions
 from passes.graph.graph import OpGraph
 from passes.search.hybrid.fix import Fix
+from passes.search.words import RecomputeMode
 
-MODES = ("none", "full")
+MODES: tuple[RecomputeMode, ...] = ("none", "full")
 """Recomputation, the faster first: what every tool has words for."""
 
 
@@ -34,8 +35,9 @@ def nearest_plan(
     """Return the fastest plan that the tool can run. Raises UsageError where there is none."""
     best: Plan | None = None
     for degrees in degrees_of(tool, cluster):
-        with progress(f"trying {_fix(degrees, 'auto')}"):
-            found = _fastest(graph, cluster, options, degrees)
+        fix = replace(degrees.fix(), microbatch=None, recompute=None)
+        with progress(f"trying {fix}"):
+            found = _fastest(graph, cluster, options, degrees, fix)
         if found is not None and (best is None or _seconds(found) < _seconds(best)):
             best = found
     if best is None:
@@ -64,24 +66,14 @@ def degrees_of(tool: Tool, cluster: ClusterSpec) -> Iterator[Parallelism]:
                 yield from [degrees for degrees in every if not list(tool.refuses(degrees))][:1]
 
 
-def _fastest(graph: OpGraph, cluster: ClusterSpec, options: PlanOptions, degrees: Parallelism) -> Plan | None:
+def _fastest(
+    graph: OpGraph, cluster: ClusterSpec, options: PlanOptions, degrees: Parallelism, fix: Fix
+) -> Plan | None:
     for mode in MODES:
-        given = {n: v for n, v in vars(_fix(degrees, mode)).items() if v is not None}
-        schedule = degrees.schedule if degrees.pipeline > 1 else "auto"
-        try:
-            return plan_traced(
-                graph, cluster, replace(options, strategy="hybrid", fix=given, schedule=schedule), None
-            )
-        except InfeasibleError:
-            continue
-        except UsageError:  # the batch or the model cannot be divided so
-            return None
+        # The next mode where it does not fit; none where the batch or the model cannot be divided so.
+        with suppress(InfeasibleError, UsageError):
+            return planned(graph, cluster, options, degrees, replace(fix, recompute=mode))
     return None
-
-
-def _fix(degrees: Parallelism, mode: str) -> Fix:
-    fixed = replace(degrees, recompute=mode).fix()  # type: ignore[arg-type]
-    return replace(fixed, microbatch=None, recompute=None if mode == "auto" else fixed.recompute)
 
 
 def _seconds(plan: Plan) -> float:

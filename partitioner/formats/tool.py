@@ -41,7 +41,7 @@ class Tool:
     """A tool whose format is known."""
 
     title: str
-    write: Callable[[PlanData], Written] | None = None
+    write: Callable[[PlanData], Written]
     """Raises UsageError with what the tool cannot express."""
     refuses: Callable[[Parallelism], Iterable[str]] = lambda parallelism: ()
     """Tells why the tool cannot run these degrees; nothing if it can."""

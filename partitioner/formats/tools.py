@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import difflib
 from importlib import import_module
 
 from cost_models.errors import UsageError
+from cost_models.spec.fields import did_you_mean
 from partitioner.formats.tool import Tool
 
 TOOLS = (
@@ -26,18 +26,12 @@ TOOLS = (
 def tool_named(name: str) -> Tool:
     """Return a tool by its name. Raises UsageError with the names there are."""
     if name not in TOOLS:
-        near = "".join(f"did you mean {n}?" for n in difflib.get_close_matches(name, TOOLS, n=1))
         raise UsageError(
-            f"there is no tool {name!r}", [f"there are {', '.join(TOOLS)}"], [near] if near else []
+            f"there is no tool {name!r}{did_you_mean(name, TOOLS)}", [f"there are {', '.join(TOOLS)}"]
         )
     found = import_module(f"partitioner.formats.{name}").TOOL
     assert isinstance(found, Tool)
     return found
-
-
-def writers() -> list[str]:
-    """Return the names of the tools that plans are written for."""
-    return [name for name in TOOLS if tool_named(name).write is not None]
 
 
 def readers() -> list[str]:

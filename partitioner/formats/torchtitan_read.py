@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 from cost_models.errors import UsageError
-from cost_models.units import counted
+from cost_models.spec.fields import did_you_mean
+from cost_models.units import counted, show
 from partitioner.formats.parallelism import Parallelism
 from partitioner.formats.tool import Understood
 from partitioner.formats.torchtitan_fields import GivenSetting, GivenSettings, refused, settings_of
@@ -113,7 +112,7 @@ def _number(table: Mapping[str, GivenSetting], name: str, default: int) -> int:
         return default
     value, line = table[name].value, table[name].line
     if type(value) is not int:
-        raise refused(line, f"{name}: expected a whole number, not {_shown(value)}")
+        raise refused(line, f"{name}: expected a whole number, not {show(value)}")
     if (value < 1 and not (value == -1 == default)) or value >= 1 << 40:
         raise refused(line, f"{name}: expected 1 or more{', or -1' if default == -1 else ''}, not {value}")
     return value
@@ -122,7 +121,7 @@ def _number(table: Mapping[str, GivenSetting], name: str, default: int) -> int:
 def _flag(table: Mapping[str, GivenSetting], name: str, *, default: bool) -> bool:
     value = table[name].value if name in table else default
     if not isinstance(value, bool):
-        raise refused(table[name].line, f"{name}: expected true or false, not {_shown(value)}")
+        raise refused(table[name].line, f"{name}: expected true or false, not {show(value)}")
     return value
 
 
@@ -132,13 +131,8 @@ def _word(table: Mapping[str, GivenSetting], name: str, default: str, allowed: S
         return ""
     if not isinstance(value, str) or (allowed and value not in allowed):
         what = f"one of {', '.join(allowed)}" if allowed else "text"
-        raise refused(table[name].line, f"{name}: expected {what}, not {_shown(value)}")
+        raise refused(table[name].line, f"{name}: expected {what}, not {show(value)}")
     return value
-
-
-def _shown(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 40 else f"{text[:37]}..."
 
 
 def _refuse_unplanned(given: Mapping[str, GivenSetting], degrees: Mapping[str, int]) -> None:
@@ -205,10 +199,10 @@ def _pipeline(
     if pipeline == 1:
         return "1f1b", 1, []
     if name.lower() not in READ_SCHEDULES:
-        near = difflib.get_close_matches(name.lower(), READ_SCHEDULES, n=1)
-        hint = f"did you mean {near[0]}?" if near else "there are GPipe, 1F1B, Interleaved1F1B, ZBVZeroBubble"
         where = given["pipeline_parallel_schedule"].line
-        raise refused(where, f"pipeline_parallel_schedule: torch has no {_shown(name)}", hint)
+        near = did_you_mean(name, READ_SCHEDULES)
+        why = f"pipeline_parallel_schedule: torch has no {show(name)}{near}"
+        raise refused(where, why, "there are GPipe, 1F1B, Interleaved1F1B, ZBVZeroBubble")
     schedule, chunks, note = READ_SCHEDULES[name.lower()]
     if table:
         stem = table.rpartition("/")[2].removesuffix(".csv")

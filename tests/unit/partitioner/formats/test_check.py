@@ -17,7 +17,7 @@ from partitioner.formats import megatron
 from partitioner.formats.check import Checked, check_configuration, neighbours
 from partitioner.formats.from_plan import parallelism_of
 from partitioner.formats.parallelism import Parallelism
-from partitioner.formats.tools import readers, writers
+from partitioner.formats.tools import TOOLS, readers
 from partitioner.planning.options import PlanOptions
 from tests.support.formatted_plans import plan_of, small_gpt2
 
@@ -107,7 +107,7 @@ def test_the_commands(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
 @pytest.mark.parametrize(
     ("arguments", "reason"),
     [
-        (["export", "{plan}", "--to", "megatorn"], "did you mean megatron?"),
+        (["export", "{plan}", "--to", "megatorn"], 'did you mean "megatron"?'),
         (["export", "{plan}.no", "--to", "megatron"], "no such file"),
         (["check", "{plan}", "--model", "gpt2", "--cluster", "H100-80GB:8"], "cannot tell which tool"),
         (["check", "{plan}.no", "--model", "gpt2", "--cluster", "H100-80GB:8"], "No such file"),
@@ -127,7 +127,7 @@ def test_bad_command_lines(
 
 
 def test_the_help_names_every_tool() -> None:
-    for words, names in ((export.__doc__, writers()), (check.__doc__, readers())):
+    for words, names in ((export.__doc__, TOOLS), (check.__doc__, readers())):
         assert words is not None
         assert [name for name in names if name not in words] == []
 

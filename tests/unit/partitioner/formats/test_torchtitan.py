@@ -220,9 +220,9 @@ def test_forms_that_people_have(text: str) -> None:
         ("ParallelismConfig(tensor_parallel_degree=9**9**9)", "expected a plain value"),
         ("ParallelismConfig(tensor_parallel_degree=9999999999999*9999999999999)", "expected a plain value"),
         ("ParallelismConfig(tensor_parallel_degree=99999999999999)", "expected 1 or more, not 99999999999999"),
-        ("ParallelismConfig(fsdp_reshard_after_forward='some')", "expected one of default, always, never, not 'some'"),
+        ("ParallelismConfig(fsdp_reshard_after_forward='some')", "expected one of default, always, never, not \"some\""),
         ("ParallelismConfig(enable_sequence_parallel=1)", "enable_sequence_parallel: expected true or false, not 1"),
-        ("ParallelismConfig(\n pipeline_parallel_degree=2,\n pipeline_parallel_schedule='1F2B')", "did you mean 1f1b?"),
+        ("ParallelismConfig(\n pipeline_parallel_degree=2,\n pipeline_parallel_schedule='1F2B')", "did you mean \"1f1b\"?"),
         ("ParallelismConfig()\nf(activation_checkpoint=SomeAC.Config())", "line 2: activation_checkpoint: expected one"),
         ("ParallelismConfig(context_parallel_degree=2)", "line 1: context_parallel_degree=2: that is not planned yet"),
         (

@@ -6,7 +6,7 @@ import pytest
 
 from cost_models.errors import UsageError
 from partitioner.formats import llama_cpp, rankfile, vllm
-from partitioner.formats.tools import tool_named, writers
+from partitioner.formats.tools import TOOLS, tool_named
 from partitioner.plan import Plan
 from tests.support.formatted_plans import llama_plan_of, plan_of
 
@@ -45,4 +45,4 @@ def test_rankfile() -> None:
 
 
 def test_every_tool_is_known_by_its_module() -> None:
-    assert {tool_named(name).title for name in writers()} >= {"vLLM", "llama.cpp", "SLURM and torchrun"}
+    assert {tool_named(name).title for name in TOOLS} >= {"vLLM", "llama.cpp", "SLURM and torchrun"}
